@@ -1,0 +1,52 @@
+"""Fixtures that several tests share: a real Redis, waiting for a condition."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from shared.embedded import EmbeddedRedis
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[str]:
+    """URL of a real server for the whole run: EI_TEST_REDIS, else an embedded one."""
+    given = os.environ.get("EI_TEST_REDIS")
+    if given:
+        yield given
+        return
+    with EmbeddedRedis() as server:
+        yield server.url
+
+
+@pytest.fixture
+def redis_url(redis_server: str) -> str:
+    return redis_server
+
+
+@pytest.fixture
+def cluster_name() -> str:
+    """A cluster name of its own for each test, so that tests share one Redis without meeting."""
+    return f"t{uuid.uuid4().hex[:12]}"
+
+
+async def eventually(
+    condition: Callable[[], object | Awaitable[object]], timeout_s: float = 15.0, every_s: float = 0.02
+) -> object:
+    """Wait until `condition()` is true and return it; fail with what it was after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"condition still {value!r} after {timeout_s} s")
+        await asyncio.sleep(every_s)

@@ -1,0 +1,200 @@
+"""Which page a node evicts next (section 5.3; EvictHost of Algorithm E.2).
+
+Rules that hold here
+- Pages leave in ascending order of (1[R > 0], T): pages that no active branch references first, the least
+  recently used first within each group. R > 0 is a flag per page, set by `set_counts` and `set_all_counts`.
+- T is a logical time: every access gets a number of its own. A path is touched from its last page to its
+  first, so of one path the deeper pages leave first and what stays is a prefix.
+- A pinned page never leaves. The end of a pin is an access.
+- A flag may come before its page does: it is kept for `absent_limit` absent pages, the oldest dropped first.
+- With `by_count=False` flags are ignored: plain LRU.
+
+Each group is a heap of (T at push, page) that is put right when an entry reaches the top: an access is one
+dictionary write, an eviction amortised O(log n), and a page whose flag changes keeps its place by T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import NamedTuple
+
+ABSENT_LIMIT = 1_000_000
+_SLACK = 1024  # stale heap entries allowed before a rebuild, so that small heaps are not rebuilt often
+
+
+class Victim(NamedTuple):
+    page: int
+    counted: bool  # the page had R > 0
+
+
+class EvictionOrder:
+    """The pages of one tier of one node in the order in which they would leave."""
+
+    def __init__(self, *, by_count: bool = True, absent_limit: int = ABSENT_LIMIT) -> None:
+        self._by_count = by_count
+        self._absent_limit = absent_limit
+        self._last: dict[int, int] = {}  # T of every present page
+        self._pins: dict[int, int] = {}
+        self._counted: set[int] = set()  # present pages with R > 0
+        self._absent: dict[int, None] = {}  # absent pages with R > 0, oldest first
+        # Every present, unpinned page has exactly one entry in its group's heap, with a key <= its T.
+        self._heaps: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        self._queued: tuple[set[int], set[int]] = (set(), set())
+        self._now = 0
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._last
+
+    @property
+    def pages(self) -> Collection[int]:
+        """The present pages, a live view."""
+        return self._last.keys()
+
+    @property
+    def counted_pages(self) -> int:
+        """Present pages with R > 0."""
+        return len(self._counted)
+
+    @property
+    def pinned_pages(self) -> int:
+        return len(self._pins)
+
+    @property
+    def evictable_pages(self) -> int:
+        return len(self._last) - len(self._pins)
+
+    @property
+    def absent_counted(self) -> int:
+        """Flags kept for pages that are not present."""
+        return len(self._absent)
+
+    def is_counted(self, page: int) -> bool:
+        return page in self._counted or page in self._absent
+
+    # ------------------------------------------------------------------------------ presence and access
+
+    def add(self, page: int) -> None:
+        """The page is present from now on; adding it again is an access."""
+        if page not in self._last and page in self._absent:
+            del self._absent[page]
+            self._counted.add(page)
+        self._now += 1
+        self._last[page] = self._now
+        self._enqueue(page)
+
+    def remove(self, page: int) -> None:
+        """The page is gone, pinned or not; its flag is kept as an absent page's. Raises KeyError when absent."""
+        del self._last[page]
+        self._pins.pop(page, None)
+        if page in self._counted:
+            self._counted.discard(page)
+            self._keep_absent(page)
+
+    def touch_path(self, path: Sequence[int]) -> None:
+        """Access the pages of a path, last page first. All must be present."""
+        self._last.update(zip(reversed(path), range(self._now + 1, self._now + 1 + len(path)), strict=True))
+        self._now += len(path)
+
+    def pin(self, page: int) -> None:
+        """Keep a present page until as many `unpin` calls. Raises KeyError when it is absent."""
+        if page not in self._last:
+            raise KeyError(page)
+        self._pins[page] = self._pins.get(page, 0) + 1
+
+    def unpin(self, page: int) -> None:
+        """End one pin. Raises KeyError when the page has none."""
+        left = self._pins[page] - 1
+        if left:
+            self._pins[page] = left
+            return
+        del self._pins[page]
+        self._now += 1
+        self._last[page] = self._now
+        self._enqueue(page)
+
+    def evict(self) -> Victim | None:
+        """Take out the next page to leave; None when every page is pinned."""
+        for group in (0, 1):
+            heap, queued = self._heaps[group], self._queued[group]
+            while heap:
+                key, page = heap[0]
+                last = self._last.get(page)
+                if last is None or page in self._pins or self._group(page) != group:
+                    heappop(heap)
+                    queued.discard(page)
+                elif key < last:
+                    heapreplace(heap, (last, page))
+                else:
+                    heappop(heap)
+                    queued.discard(page)
+                    counted = page in self._counted
+                    self.remove(page)
+                    return Victim(page, counted)
+        return None
+
+    # ------------------------------------------------------------------------------ counts
+
+    def set_counts(self, positive: Iterable[int], zero: Iterable[int]) -> None:
+        """Pages whose count became positive, and zero."""
+        for page in positive:
+            self._set_positive(page)
+        for page in zero:
+            self._set_zero(page)
+
+    def set_all_counts(self, positive: Iterable[int]) -> None:
+        """Exactly these pages have a positive count."""
+        wanted = set(positive)
+        for page in [page for page in self._counted if page not in wanted]:
+            self._set_zero(page)
+        self._absent = {page: None for page in self._absent if page in wanted}
+        for page in wanted:
+            self._set_positive(page)
+
+    def _set_positive(self, page: int) -> None:
+        if page not in self._last:
+            self._keep_absent(page)
+        elif page not in self._counted:
+            self._counted.add(page)
+            self._enqueue(page)
+
+    def _set_zero(self, page: int) -> None:
+        self._absent.pop(page, None)
+        if page in self._counted:
+            self._counted.discard(page)
+            self._enqueue(page)
+
+    def _keep_absent(self, page: int) -> None:
+        self._absent[page] = None
+        if len(self._absent) > self._absent_limit:
+            del self._absent[next(iter(self._absent))]
+
+    # ------------------------------------------------------------------------------ heaps
+
+    def _group(self, page: int) -> int:
+        return 1 if self._by_count and page in self._counted else 0
+
+    def _enqueue(self, page: int) -> None:
+        group = self._group(page)
+        queued = self._queued[group]
+        if page in queued or page in self._pins:
+            return
+        heap = self._heaps[group]
+        if len(heap) > 2 * len(self._last) + _SLACK:
+            self._rebuild(group)
+        queued.add(page)
+        heappush(heap, (self._last[page], page))
+
+    def _rebuild(self, group: int) -> None:
+        heap, queued = self._heaps[group], self._queued[group]
+        heap[:] = [
+            (last, page)
+            for page, last in self._last.items()
+            if page in queued and page not in self._pins and self._group(page) == group
+        ]
+        heapify(heap)
+        queued.clear()
+        queued.update(page for _, page in heap)
