@@ -51,6 +51,8 @@ def as_tokens(tokens: Tokens) -> TokenArray:
     if array.dtype.kind not in "iu":
         # A list with an id beyond 64 bits becomes an array of objects or floats.
         raise ValueError(f"token ids must be integers of 0 to {MAX_TOKEN_ID}, not {array.dtype} values")
+    if array.itemsize < 4 or not array.dtype.isnative:
+        array = array.astype(np.int64 if array.dtype.kind == "i" else np.uint64)
     # Read as unsigned, a negative id is a huge one: a single pass checks both ends.
     if array.view(f"u{array.itemsize}").max() > MAX_TOKEN_ID:
         at = int(np.flatnonzero((array < 0) | (array > MAX_TOKEN_ID))[0])
@@ -129,6 +131,7 @@ class PathHasher:
     def extend(self, tokens: Tokens) -> PageArray:
         """Append tokens; int64 hashes of the pages that they complete, often none.
 
+        A call costs as much as hashing several pages: where tokens come one by one, gather some first.
         Raises ValueError for bad ids and then leaves the path as it was.
         """
         new = as_tokens(tokens)

@@ -18,13 +18,14 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Coroutine
-from typing import Any, ClassVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import aiohttp
 import prometheus_client
 from aiohttp import web
 
+from shared import config
 from shared import log as logging
 from shared.bus import Backoff, Bus, BusError
 from shared.clock import Clock
@@ -250,3 +251,19 @@ def run(make: Callable[[], Service]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def run_with_settings(
+    make: Callable[[S], Service], settings: type[S], argv: Sequence[str], summary: str
+) -> int:
+    """Read the settings of the part that `make` is named after (`Service.name`) and run it."""
+    section: str = make.name  # type: ignore[attr-defined]
+    try:
+        loaded = config.load(settings, section, argv, summary=summary)
+    except ConfigError as error:
+        print(f"evolving: {error}", file=sys.stderr)
+        return 2
+    return run(lambda: make(loaded))

@@ -272,6 +272,7 @@ def fit_decode(
 _DEPENDENT = 1e-7
 # Ridge on dependent columns: of all equally good solutions it picks the one that shares time evenly.
 _RIDGE = 1e-3
+_PASSES = 3
 
 
 def _usable(records: Sequence[Iteration], phase: Phase) -> list[Iteration]:
@@ -291,28 +292,38 @@ def _fit(
 ) -> tuple[list[float], float]:
     """Coefficients of `terms` and the mean relative error.
 
-    A record's row is divided by its measured time and weighted by its iterations: the sum of squares is then
-    that of the iterations' relative errors. Columns are scaled to unit length first, as pairs are 1e9 times
-    the constant term.
+    A record stands for `count` observations of its mean time. Each row is divided by the time that the pass
+    before predicted for it, the first by the measured time: dividing by the measured time to the end would
+    favour the rows that happened to be fast, and predict too little.
     """
+    counts = np.array([r.count for r in records], dtype=np.float64)
+    measured_s = np.array([r.seconds for r in records], dtype=np.float64) / counts
+    work = np.array([terms(r) for r in records], dtype=np.float64)
+    weights = np.sqrt(counts)
+    divisor_s = measured_s
+    for _ in range(_PASSES):
+        coefficients = _solve(work * (weights / divisor_s)[:, None], measured_s * weights / divisor_s)
+        predicted_s = work @ coefficients
+        # A far slower iteration than predicted is a stall (a compilation, a paused process): its pull is bounded.
+        divisor_s = np.maximum(predicted_s, measured_s / 2)
+    error = float(np.average(np.abs(predicted_s / measured_s - 1), weights=counts))
+    return coefficients.tolist(), error
+
+
+def _solve(rows: npt.NDArray[np.float64], target: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Nonnegative least squares. Columns of zeros get 0, dependent columns share evenly."""
     # Imported here: scipy's memory is only for the process that fits.
     from scipy.optimize import nnls
 
-    counts = np.array([r.count for r in records], dtype=np.float64)
-    measured_s = np.array([r.seconds for r in records], dtype=np.float64) / counts
-    relative = np.array([terms(r) for r in records], dtype=np.float64) / measured_s[:, None]
-    weights = np.sqrt(counts)
-    rows = relative * weights[:, None]
-    scale: npt.NDArray[np.float64] = np.linalg.norm(rows, axis=0)
+    # Columns of unit length: query-key pairs are 1e9 times the constant term.
+    scale = np.linalg.norm(rows, axis=0)
     occurs = scale > 0
     scaled = rows[:, occurs] / scale[occurs]
-    target = weights
+    columns = scaled.shape[1]
     singular = np.linalg.svd(scaled, compute_uv=False)
-    if len(records) < scaled.shape[1] or singular[-1] < _DEPENDENT * singular[0]:
-        scaled = np.vstack((scaled, _RIDGE * np.eye(scaled.shape[1])))
-        target = np.concatenate((weights, np.zeros(scaled.shape[1])))
-    solution, _ = nnls(scaled, target)
+    if len(singular) < columns or singular[-1] < _DEPENDENT * singular[0]:
+        scaled = np.vstack((scaled, _RIDGE * np.eye(columns)))
+        target = np.concatenate((target, np.zeros(columns)))
     coefficients = np.zeros(scale.size)
-    coefficients[occurs] = solution / scale[occurs]
-    error = float(np.average(np.abs(relative @ coefficients - 1), weights=counts))
-    return coefficients.tolist(), error
+    coefficients[occurs] = nnls(scaled, target)[0] / scale[occurs]
+    return coefficients

@@ -23,6 +23,9 @@ from shared.messages import Phase, Slice
 from shared.timing import DecodeModel, PrefillModel, Work
 
 
+ROUNDING = 1e-9  # gains below this part of the throughput are the arithmetic's, not the split's
+
+
 class Models(msgspec.Struct, frozen=True):
     """The iteration-time models of one node (Equations 1 and 2)."""
 
@@ -169,7 +172,7 @@ def _tested(
     deviation = math.sqrt(sum((g - mean) ** 2 for g in gains) / (m - 1))
     error = deviation / math.sqrt(m)
     refusal = ""
-    if mean <= 0:
+    if mean <= ROUNDING * sum(present) / m:
         refusal = "predicted to serve no more requests"
     elif mean <= 2 * error:
         refusal = "gain is within twice its standard error"
@@ -287,10 +290,10 @@ class SplitPlanner:
         """
         sums: dict[str, tuple[float, float, int]] = {}
         for part in self.slices():
-            for node in part.nodes:
-                t_bar, f, n = sums.get(node.node, (0.0, 0.0, 0))
-                weight = node.iterations
-                sums[node.node] = (t_bar + node.t_bar * weight, f + node.f * weight, n + weight)
+            for seen in part.nodes:
+                t_bar, f, n = sums.get(seen.node, (0.0, 0.0, 0))
+                weight = seen.iterations
+                sums[seen.node] = (t_bar + seen.t_bar * weight, f + seen.f * weight, n + weight)
         sums = {node: total for node, total in sums.items() if total[2] > 0}
         every = sum(n for _, _, n in sums.values())
         rates = {}
@@ -312,14 +315,18 @@ class SplitPlanner:
         return rates
 
     def decide(
-        self, t: float, phases: Mapping[str, Phase], models: Mapping[str, Models], draining: Iterable[str] = ()
+        self,
+        t: float,
+        phases: Mapping[str, Phase],
+        models: Mapping[str, Models],
+        draining: Iterable[str] = (),
     ) -> Decision:
-        """End the running window, begin the next at `t`, and say what to do.
+        """End the running window with the newest slice, begin the next, and say what to do.
 
         `phases` is the split in force, `draining` the nodes that have not yet reached their phase in it.
         """
-        self.state.window_t0 = t
         window = self.slices()
+        self.state.window_t0 = window[-1].t1 if window else t
         usable = [s for s in window if self._usable(s)]
         prefill = sum(phase is Phase.PREFILL for phase in phases.values())
         decode = sum(phase is Phase.DECODE for phase in phases.values())
@@ -338,10 +345,10 @@ class SplitPlanner:
         if waiting:
             return msgspec.structs.replace(terms, reason=waiting)
         req_per_s, candidates = evaluate(phases, rates, usable)
-        if not math.isfinite(req_per_s):
+        if not all(math.isfinite(theta) for theta in (req_per_s, *(c.req_per_s for c in candidates))):
             return msgspec.structs.replace(terms, reason="the models predict no time for this work")
         terms = msgspec.structs.replace(terms, req_per_s=req_per_s, candidates=candidates)
-        qualified = [c for c in candidates if c.qualifies and math.isfinite(c.req_per_s)]
+        qualified = [c for c in candidates if c.qualifies]
         if not qualified:
             return msgspec.structs.replace(terms, reason="no other split is certain to serve more")
         best = max(qualified, key=lambda c: c.mean_gain)

@@ -1,0 +1,1 @@
+"""Engines that a worker can run, one folder each."""

@@ -72,7 +72,11 @@ class EvictionOrder:
         """Flags kept for pages that are not present."""
         return len(self._absent)
 
+    def is_pinned(self, page: int) -> bool:
+        return page in self._pins
+
     def is_counted(self, page: int) -> bool:
+        """Whether R > 0 for the page, present or not."""
         return page in self._counted or page in self._absent
 
     # ------------------------------------------------------------------------------ presence and access
@@ -153,6 +157,10 @@ class EvictionOrder:
         self._absent = {page: None for page in self._absent if page in wanted}
         for page in wanted:
             self._set_positive(page)
+
+    def forget(self, page: int) -> None:
+        """Drop the flag of an absent page."""
+        self._absent.pop(page, None)
 
     def _set_positive(self, page: int) -> None:
         if page not in self._last:

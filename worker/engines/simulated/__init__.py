@@ -1,0 +1,1 @@
+"""An engine without a model: real API, real KV accounting, iteration times from a timing profile."""

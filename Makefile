@@ -1,0 +1,49 @@
+# Every target makes what it needs: .venv is made and kept up to date by `install`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := embedded,loadtest,dev
+
+.PHONY: help install demo test test-long lint types format compose-test clean
+
+help:
+	@echo "make demo          start a cluster of simulated workers, replay an agent trace, print the report"
+	@echo "make test          the tests"
+	@echo "make install       .venv with all that tests and benches need"
+	@echo "make lint types    ruff and mypy"
+	@echo "make compose-test  build the containers and run them (needs Docker, or root on Debian to install it)"
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	touch $(STAMP)
+
+install: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/evolving demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not long and not compose" $(PYTEST_ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+compose-test: $(STAMP)
+	docker/compose-test.sh
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

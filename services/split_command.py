@@ -1,0 +1,110 @@
+"""`evolving split 3P1D`: ask the planner for a split and wait until the nodes have it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from typing import Annotated
+
+from services.up import parse_split
+from shared.bus import Bus
+from shared.config import ConfigError, Doc, Settings, load
+from shared.messages import Phase, RoleAck, RolePlan, RoleStage, SplitWanted
+
+
+class SplitSettings(Settings, kw_only=True):
+    split: Annotated[str, Doc("wanted split, such as 3P1D")] = ""
+    hold: Annotated[bool, Doc("keep it: the planner makes no change of its own until --release")] = False
+    release: Annotated[bool, Doc("end a hold")] = False
+    timeout: Annotated[float, Doc("wall seconds to wait for the nodes")] = 60.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.split) == self.release:
+            raise ValueError("give a split such as 3P1D, or --release")
+        if self.split:
+            parse_split(self.split)
+
+
+async def _run(settings: SplitSettings) -> int:
+    bus = await Bus.connect(settings.redis, settings.cluster)
+    try:
+        if not any(info.service == "planner" for info in await bus.services()):
+            raise ConfigError(f"no planner is running in cluster {settings.cluster!r} at {settings.redis}")
+        nodes = await bus.nodes()
+        wanted = SplitWanted(0, 0, release=True)
+        if settings.split:
+            prefill, decode = parse_split(settings.split)
+            if prefill + decode != len(nodes):
+                raise ConfigError(
+                    f"split {settings.split} has {prefill + decode} nodes, the cluster {len(nodes)}"
+                )
+            wanted = SplitWanted(prefill, decode, hold=settings.hold)
+        last = [e.message for e in await bus.last("roles", 256) if isinstance(e.message, RolePlan)]
+        reader = bus.reader({"roles": "$"})
+        await reader.read(0.01)
+        publisher = bus.publisher("roles", f"cli-{uuid.uuid4().hex[:8]}", maxlen=10_000)
+        sender = asyncio.create_task(publisher.run())
+        try:
+            publisher.publish(wanted)
+            await publisher.flush()
+        finally:
+            sender.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sender
+        if wanted.release:
+            print("the planner may change the split again")
+            return 0
+        if last and _counts(last[-1]) == (wanted.prefill, wanted.decode):
+            print(f"the split is {settings.split.upper()} already")
+            return 0
+        deadline = time.monotonic() + settings.timeout
+        plan: RolePlan | None = None
+        waiting: set[str] = set()
+        while time.monotonic() < deadline:
+            for event in await reader.read(0.5):
+                message = event.message
+                if isinstance(message, RolePlan) and _counts(message) == (wanted.prefill, wanted.decode):
+                    before = last[-1].phases if last else {}
+                    plan = message
+                    waiting = {n for n, p in plan.phases.items() if before.get(n, Phase.BOTH) != p}
+                    changes = ", ".join(f"{n} -> {plan.phases[n]}" for n in sorted(waiting))
+                    print(f"epoch {plan.epoch}: {changes or 'no node changes'}")
+                elif (
+                    plan is not None
+                    and isinstance(message, RoleAck)
+                    and message.epoch >= plan.epoch
+                    and message.stage is RoleStage.SWITCHED
+                ):
+                    waiting.discard(message.node)
+                    print(f"{message.node} serves {message.phase} (drained in {message.drain_s:.1f} s)")
+            if plan is not None and not waiting:
+                print(f"the split is {wanted.prefill}P{wanted.decode}D")
+                return 0
+        late = (
+            "the planner has not answered"
+            if plan is None
+            else f"still draining: {', '.join(sorted(waiting))}"
+        )
+        print(f"not done after {settings.timeout:g} s; {late}")
+        return 1
+    finally:
+        await bus.close()
+
+
+def _counts(plan: RolePlan) -> tuple[int, int]:
+    phases = list(plan.phases.values())
+    return phases.count(Phase.PREFILL), phases.count(Phase.DECODE)
+
+
+def main(argv: list[str]) -> int:
+    settings = load(
+        SplitSettings,
+        "split",
+        argv,
+        positional=("split",),
+        summary="Ask the planner for a split of the nodes.",
+    )
+    return asyncio.run(_run(settings))
