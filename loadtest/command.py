@@ -45,7 +45,11 @@ class ReplaySettings(msgspec.Struct, kw_only=True):
     def __post_init__(self) -> None:
         if self.agents < 1:
             raise ValueError(f"agents must be at least 1, not {self.agents}")
-        for name, value in (("duration", self.duration), ("speedup", self.speedup), ("timeout", self.timeout)):
+        for name, value in (
+            ("duration", self.duration),
+            ("speedup", self.speedup),
+            ("timeout", self.timeout),
+        ):
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be above 0, not {value}")
         if self.max_pause is not None and not self.max_pause >= 0:

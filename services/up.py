@@ -94,16 +94,12 @@ class Supervisor:
         self._redis: EmbeddedRedis | None = None
         self._children: list[_Child] = []
         self._watchers: set[asyncio.Task[None]] = set()
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self.stop_requested = asyncio.Event()
         self._own_logs = not settings.logs
         self.logs = Path(settings.logs or tempfile.mkdtemp(prefix="evolving-logs-"))
         self.redis_url = settings.redis
         self.url = self.page = ""
-
-    @property
-    def stopping(self) -> bool:
-        return self._stopping
 
     def say(self, text: str) -> None:
         if not self._quiet:
@@ -178,7 +174,7 @@ class Supervisor:
 
     async def _run(self, child: _Child) -> None:
         wait_s = RESTART_FIRST_S
-        while not self.stopping:
+        while not self._stopping.is_set():
             started = time.monotonic()
             with child.log.open("ab") as log:
                 child.process = await asyncio.create_subprocess_exec(
@@ -191,7 +187,7 @@ class Supervisor:
                     env=_child_environment(),
                 )
             code = await child.process.wait()
-            if self.stopping:
+            if self._stopping.is_set():
                 return
             if time.monotonic() - started > SETTLED_S:
                 wait_s = RESTART_FIRST_S
@@ -204,9 +200,9 @@ class Supervisor:
             wait_s = min(wait_s * 2, RESTART_MOST_S)
 
     async def _watch_redis(self, server: EmbeddedRedis) -> None:
-        while not self._stopping:
+        while not self._stopping.is_set():
             await asyncio.sleep(0.5)
-            if not server.running and not self._stopping:
+            if not server.running and not self._stopping.is_set():
                 self.say("redis ended; starting it again")
                 try:
                     await asyncio.to_thread(server.start)
@@ -222,7 +218,7 @@ class Supervisor:
         return None
 
     async def stop(self) -> None:
-        self._stopping = True
+        self._stopping.set()
         order = sorted(self._children, key=lambda c: (c.name != "router", not c.name.startswith("worker")))
         for child in order:
             if child.process is not None and child.process.returncode is None:

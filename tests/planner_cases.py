@@ -47,7 +47,9 @@ def slice_(
     return Slice(t0, t0 + seconds, requests, t_uc, t_c, pairs, t_out, t_acc, in_decode, nodes)
 
 
-def node_info(node: str, phase: Phase = BOTH, epoch: int = 0, profile: str = "tiny", **more: object) -> NodeInfo:
+def node_info(
+    node: str, phase: Phase = BOTH, epoch: int = 0, profile: str = "tiny", **more: object
+) -> NodeInfo:
     fields = {"incarnation": f"{node}-1", **more}
     return NodeInfo(
         node=node,

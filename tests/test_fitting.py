@@ -18,7 +18,9 @@ from tests.planner_cases import BOTH, D, P, decode_record, prefill_record
 GLM = PROFILES["glm-5.2-4xgb300"]
 
 
-def feed(learner: Learner, node: str, *, n: int = 200, profile: str = GLM.name, slower: float = 1.0, seed: int = 1):
+def feed(
+    learner: Learner, node: str, *, n: int = 200, profile: str = GLM.name, slower: float = 1.0, seed: int = 1
+):
     """`n` prefill and `n` decode records of a node `slower` than the profile, measured with 2 % of noise."""
     rng = random.Random(seed)
     for _ in range(n):

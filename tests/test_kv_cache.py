@@ -116,7 +116,9 @@ def test_all_of_l2_pinned_means_no_write_through() -> None:
 
 PATHS = [[1, 2, 3, 4], [1, 2, 5], [1, 6, 7, 8, 9], [10, 11]]
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["lease", "write", "release", "receive", "unpin", "counts"]), st.integers(0, 30)),
+    st.tuples(
+        st.sampled_from(["lease", "write", "release", "receive", "unpin", "counts"]), st.integers(0, 30)
+    ),
     max_size=60,
 )
 

@@ -68,7 +68,15 @@ def test_what_is_no_split_is_refused(text):
 
 @pytest.mark.parametrize(
     ("target", "nodes", "prefill"),
-    [((1, 1), 4, 2), ((1, 1), 9, 5), ((1, 1), 2, 1), ((6, 3), 9, 6), ((6, 3), 3, 2), ((1, 8), 3, 1), ((8, 1), 3, 2)],
+    [
+        ((1, 1), 4, 2),
+        ((1, 1), 9, 5),
+        ((1, 1), 2, 1),
+        ((6, 3), 9, 6),
+        ((6, 3), 3, 2),
+        ((1, 8), 3, 1),
+        ((8, 1), 3, 2),
+    ],
 )
 def test_a_target_keeps_its_ratio_and_both_phases(target, nodes, prefill):
     assert Split(*target).prefill_of(nodes) == prefill
@@ -346,7 +354,15 @@ def learn(core: PlannerCore, nodes: list[str], seed: int = 0) -> None:
             core.iterations(Iterations(node, 1.0, BOTH, [prefill, decode]))
 
 
-AGENTS = {"t_uc": 4600.0, "t_c": 120_000.0, "pairs": 6e8, "t_out": 440.0, "t_acc": 1.4, "in_decode": 60.0, "t_bar": 4000.0}
+AGENTS = {
+    "t_uc": 4600.0,
+    "t_c": 120_000.0,
+    "pairs": 6e8,
+    "t_out": 440.0,
+    "t_acc": 1.4,
+    "in_decode": 60.0,
+    "t_bar": 4000.0,
+}
 
 
 def run_window(core: PlannerCore, t0: float, **values: float) -> None:
@@ -384,7 +400,10 @@ def test_warm_up_fit_split_window_switch():
 
 
 def test_a_held_split_is_not_changed_but_what_would_be_done_is_said():
-    for rules, hold, word in (({}, True, "an operator holds"), ({"automatic": False}, False, "automatic changes")):
+    for rules, hold, word in (
+        ({}, True, "an operator holds"),
+        ({"automatic": False}, False, "automatic changes"),
+    ):
         cluster = Cluster(4)
         for node in cluster.live:
             cluster.live[node] = node_info(node, profile=GLM.name)
@@ -422,11 +441,15 @@ def test_a_restart_goes_on_where_it_was():
     cluster.obey(core.step(100.0, cluster.live).plan)
     core.step(101.0, cluster.live)
     run_window(core, 120.0)
-    again = PlannerCore(core.rules, msgspec.msgpack.decode(msgspec.msgpack.encode(core.state), type=CoreState))
+    again = PlannerCore(
+        core.rules, msgspec.msgpack.decode(msgspec.msgpack.encode(core.state), type=CoreState)
+    )
     run_window(again, 120.0)
     one, two = core.step(721.0, cluster.live), again.step(721.0, cluster.live)
     assert one == two and one.plan is not None
-    third = PlannerCore(core.rules, msgspec.msgpack.decode(msgspec.msgpack.encode(core.state), type=CoreState))
+    third = PlannerCore(
+        core.rules, msgspec.msgpack.decode(msgspec.msgpack.encode(core.state), type=CoreState)
+    )
     assert third.roles.phases == core.roles.phases and third.roles.draining == core.roles.draining
     assert third.step(722.0, cluster.live).plan is None
 
@@ -439,11 +462,10 @@ def test_an_idle_warm_up_still_ends_and_models_follow_with_the_load():
     cluster.obey(core.step(0.0, cluster.live).plan)
     assert core.fit_wanted(100.0) and core.fit(100.0) == []
     cluster.obey(core.step(100.0, cluster.live).plan)
+    core.step(101.0, cluster.live)
     assert core.roles.split == (1, 1) and core.learning
     run_window(core, 120.0)
     assert "no iteration-time models yet" in core.step(721.0, cluster.live).decision.reason
     learn(core, ["n1", "n2"])
     assert not core.fit_wanted(150.0) and core.fit_wanted(721.0)
     assert core.fit(721.0) == ["n1", "n2"]
-
-
