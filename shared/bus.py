@@ -260,8 +260,12 @@ class Bus:
                         pipe.setrange(self.key("path", branch), offset * 8, pages)
                     else:
                         pipe.set(self.key("path", branch), pages)
-                if commit.state:
-                    pipe.hset(self.key("directory"), mapping=commit.state)
+                state = {field: value for field, value in commit.state.items() if value is not None}
+                gone = [field for field, value in commit.state.items() if value is None]
+                if state:
+                    pipe.hset(self.key("directory"), mapping=state)
+                if gone:
+                    pipe.hdel(self.key("directory"), *gone)
                 await pipe.execute()
         except WatchError:
             raise NotLeader(f"the {lease.name} lease changed hands during a write") from None
@@ -309,7 +313,7 @@ class Commit(msgspec.Struct):
     dropped_nodes: list[str] = []  # nodes whose counts all go
     branches: dict[str, bytes | None] = {}  # None deletes the record and the path
     paths: dict[str, tuple[int, bytes]] = {}  # branch -> (first changed page, pages from there on)
-    state: dict[str, bytes] = {}
+    state: dict[str, bytes | None] = {}  # None deletes the field
 
 
 class Stored(msgspec.Struct):

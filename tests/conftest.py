@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
 from shared.embedded import EmbeddedRedis
+from shared.service import Service
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +52,19 @@ async def eventually(
         if time.monotonic() > deadline:
             raise AssertionError(f"condition still {value!r} after {timeout_s} s")
         await asyncio.sleep(every_s)
+
+
+@contextlib.asynccontextmanager
+async def running(service: Service) -> AsyncIterator[Service]:
+    """The service serving in this process, until the block ends; it must then stop cleanly."""
+    task = asyncio.create_task(service.serve())
+    try:
+        await eventually(lambda: service._started or task.done())
+        if task.done():
+            task.result()
+            raise AssertionError("the service ended at once")
+        yield service
+    finally:
+        service.stop()
+        code = await asyncio.wait_for(task, 30.0)
+    assert code == 0

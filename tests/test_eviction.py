@@ -75,7 +75,7 @@ def test_order_equals_the_algorithm(actions: list[tuple[str, object]], by_count:
                 if not naive.pins[page]:
                     del naive.pins[page]
                     naive.access(page)
-            case "counts", (positive, zero):
+            case "counts", (list(positive), list(zero)):
                 order.set_counts(positive, zero)
                 naive.positive = (naive.positive | set(positive)) - set(zero)
             case "full", set(positive):

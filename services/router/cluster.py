@@ -100,7 +100,8 @@ class Cluster:
         planned = self.plan.phases.get(node.info.node, shown) if self.plan is not None else shown
         return planned.prefills and shown.prefills, planned.decodes and shown.decodes
 
-    def _live(self, without: Iterable[str]) -> list[Node]:
+    def live(self, without: Iterable[str] = ()) -> list[Node]:
+        """Nodes that can be reached as far as is known."""
         now = self._clock.now()
         left_out = set(without)
         return [
@@ -118,14 +119,14 @@ class Cluster:
                 state=node.state,
                 sent=list(node.prefills.values()),
             )
-            for node in self._live(without)
+            for node in self.live(without)
             if node.info.model == model and self.phases(node)[0]
         ]
 
     def decode_nodes(self, model: str, without: Iterable[str] = ()) -> list[DecodeNode]:
         return [
             DecodeNode(node.info.node, node.state, node.decodes, node.info.l1_tokens)
-            for node in self._live(without)
+            for node in self.live(without)
             if node.info.model == model and self.phases(node)[1]
         ]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -23,6 +22,7 @@ import prometheus_client
 from aiohttp import web
 
 from services.router.placement import Candidate, Costs, Prefill, bind_decode, candidates
+from services.router.upstream import NETWORK_ERRORS, Moved, Usage, ask_any, relayed, usage_in
 from shared.messages import BranchPlaced, FetchPlan, Outcome, Phase, PrefillCall, PrefillEvent, RequestDone
 from shared.openai import (
     ApiError,
@@ -44,29 +44,16 @@ if TYPE_CHECKING:
 
 TAIL_BYTES = 4096
 DEFAULT_OUTPUT_TOKENS = 512  # room to look for when the client sets no limit
-TOKENIZE_TIMEOUT_S = 30.0
 CHUNK_BYTES = 2**16
 _PATHS: dict[Kind, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 _HOP_HEADERS = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
     "transfer-encoding", "upgrade", "host", "content-length", "expect",
 }  # fmt: skip
-_NETWORK = (aiohttp.ClientError, OSError, TimeoutError)
+# Between router and worker only: a client's own are dropped.
+_INTERNAL_HEADERS = {"x-ei-request-id", "x-ei-kv-source", "x-ei-cached-tokens"}
 _events = msgspec.json.Decoder(PrefillEvent)
 _body_encoder = msgspec.msgpack.Encoder()
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    decode_iterations: int = 0
-
-
-_usage_decoder = msgspec.json.Decoder(_Usage)
-
-
-class _Moved(Exception):
-    """The node did not take or finish the work; another one should."""
 
 
 class _Flight(msgspec.Struct):
@@ -84,7 +71,7 @@ class _Flight(msgspec.Struct):
     cached_tokens: int = 0
     fetched_tokens: int = 0
     restored_tokens: int = 0
-    usage: _Usage = _Usage()
+    usage: Usage = Usage()
     outcome: Outcome = Outcome.FAILED
     error: str = ""
 
@@ -119,10 +106,10 @@ class Proxy:
         body = await _read(request)
         call = parse_call_loosely(body)
         self._check_model(call)
-        async with self._ask_worker(call.model, body, request.headers.get("Accept", "")) as answer:
-            return web.Response(
-                body=await answer.read(), status=answer.status, content_type=answer.content_type
-            )
+        status, content_type, answer = await self._tokenize(
+            call.model, body, request.headers.get("Accept", "")
+        )
+        return web.Response(body=answer, status=status, content_type=content_type)
 
     async def handle(self, request: web.Request, kind: Kind) -> web.StreamResponse:
         t_arrive = self._clock.now()
@@ -229,14 +216,13 @@ class Proxy:
             ids = prompt_ids(call.prompt)
             if ids is not None:
                 return ids
-        async with self._ask_worker(call.model, body, "application/octet-stream") as answer:
-            data = await answer.read()
-            if answer.status != 200:
-                raise _relayed(answer.status, data)
-            return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
+        status, _, data = await self._tokenize(call.model, body, "application/octet-stream")
+        if status != 200:
+            raise relayed(status, data)
+        return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
 
-    def _ask_worker(self, model: str, body: bytes, accept: str) -> _WorkerAnswer:
-        return _WorkerAnswer(self, model, body, accept)
+    async def _tokenize(self, model: str, body: bytes, accept: str) -> tuple[int, str, bytes]:
+        return await ask_any(self._cluster, self._s.http, model, "/v1/tokenize", body, accept)
 
     # ------------------------------------------------------------------ the two phases
 
@@ -258,7 +244,7 @@ class Proxy:
                 await self._bind(call.model, flight, needed, tried)
             try:
                 return await self._decode(request, kind, body, flight)
-            except _Moved as error:
+            except Moved as error:
                 self._retries.labels("decode").inc()
                 self._s.log.info("decode_moved", rid=flight.rid, node=flight.decode_node, why=str(error))
                 tried.add(flight.decode_node)
@@ -300,9 +286,9 @@ class Proxy:
                 async with asyncio.timeout(self._settings.prefill_timeout_s):
                     await self._prefill(node.info.url, model, prefill, flight, needed)
                 return
-            except _Moved as error:
+            except Moved as error:
                 why = str(error)
-            except _NETWORK as error:
+            except NETWORK_ERRORS as error:
                 why = f"{type(error).__name__}: {error}"
                 self._cluster.suspect(choice.node)
             finally:
@@ -377,7 +363,7 @@ class Proxy:
     async def _prefill(
         self, url: str, model: str, prefill: PrefillCall, flight: _Flight, needed: int
     ) -> None:
-        """Raises _Moved, or a network error, when the node does not finish it."""
+        """Raises Moved, or a network error, when the node does not finish it."""
         async with self._s.http.post(
             url + "/ei/v1/prefill",
             data=_body_encoder.encode(prefill),
@@ -385,10 +371,10 @@ class Proxy:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=3.0, sock_read=None),
         ) as answer:
             if answer.status != 200:
-                error = _relayed(answer.status, await answer.read())
+                error = relayed(answer.status, await answer.read())
                 if answer.status < 500 and answer.status != 429:
                     raise error
-                raise _Moved(error.message)
+                raise Moved(error.message)
             async for line in answer.content:
                 event = _events.decode(line)
                 if event.event == "started":
@@ -402,18 +388,22 @@ class Proxy:
                     flight.restored_tokens = event.restored_tokens
                     return
                 elif event.event == "moved":
-                    raise _Moved("the node changes its phase")
+                    raise Moved("the node changes its phase")
                 elif event.event == "failed":
-                    raise _Moved(event.error)
-        raise _Moved("the node closed the connection before the prefill was done")
+                    raise Moved(event.error)
+        raise Moved("the node closed the connection before the prefill was done")
 
     async def _decode(
         self, request: web.Request, kind: Kind, body: bytes, flight: _Flight
     ) -> web.StreamResponse:
         node = self._cluster.nodes.get(flight.decode_node)
         if node is None:
-            raise _Moved("the node left")
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_HEADERS}
+            raise Moved("the node left")
+        headers = {
+            name: value
+            for name, value in request.headers.items()
+            if name.lower() not in _HOP_HEADERS and name.lower() not in _INTERNAL_HEADERS
+        }
         headers["X-EI-Request-Id"] = flight.rid
         headers["X-EI-Branch"] = flight.branch
         headers["X-EI-Cached-Tokens"] = str(flight.cached_tokens)
@@ -429,12 +419,12 @@ class Proxy:
                     total=None, sock_connect=3.0, sock_read=self._settings.stream_timeout_s
                 ),
             )
-        except _NETWORK as error:
+        except NETWORK_ERRORS as error:
             self._cluster.suspect(flight.decode_node)
-            raise _Moved(f"{type(error).__name__}: {error}") from None
+            raise Moved(f"{type(error).__name__}: {error}") from None
         async with answer:
             if answer.status in (502, 503):
-                raise _Moved(_relayed(answer.status, await answer.read()).message)
+                raise Moved(relayed(answer.status, await answer.read()).message)
             return await self._pass_through(request, answer, flight)
 
     async def _pass_through(
@@ -453,9 +443,9 @@ class Proxy:
         tail = b""
         try:
             first = await answer.content.readany()
-        except _NETWORK as error:
+        except NETWORK_ERRORS as error:
             self._cluster.suspect(flight.decode_node)
-            raise _Moved(f"{type(error).__name__}: {error}") from None
+            raise Moved(f"{type(error).__name__}: {error}") from None
         flight.t_first_token = self._clock.now()
         await out.prepare(request)
         chunk = first
@@ -464,13 +454,13 @@ class Proxy:
             tail = (tail + chunk)[-TAIL_BYTES:]
             try:
                 chunk = await answer.content.readany()
-            except _NETWORK as error:
+            except NETWORK_ERRORS as error:
                 flight.error = (
                     f"node {flight.decode_node} failed while streaming: {error or type(error).__name__}"
                 )
                 self._cluster.suspect(flight.decode_node)
                 break
-        flight.usage = _usage(tail)
+        flight.usage = usage_in(tail)
         if flight.error:
             await self._end_broken(out, streams, flight)
             return out
@@ -488,40 +478,6 @@ class Proxy:
             await out.write_eof()
         elif out._req is not None and out._req.transport is not None:
             out._req.transport.abort()
-
-
-class _WorkerAnswer:
-    """`async with`: a worker's answer to a tokenize call, from the first worker of the model that answers."""
-
-    def __init__(self, proxy: Proxy, model: str, body: bytes, accept: str) -> None:
-        self._proxy, self._model, self._body, self._accept = proxy, model, body, accept
-        self._answer: aiohttp.ClientResponse | None = None
-
-    async def __aenter__(self) -> aiohttp.ClientResponse:
-        nodes = [n for n in self._proxy._cluster._live(()) if n.info.model == self._model]
-        nodes.sort(key=lambda n: len(n.prefills) + len(n.decodes))
-        for node in nodes[:3]:
-            try:
-                self._answer = await self._proxy._s.http.post(
-                    node.info.url + "/v1/tokenize",
-                    data=self._body,
-                    headers={
-                        "Accept": self._accept or "application/json",
-                        "Content-Type": "application/json",
-                    },
-                    timeout=aiohttp.ClientTimeout(total=TOKENIZE_TIMEOUT_S, sock_connect=3.0),
-                )
-                return self._answer
-            except _NETWORK as error:
-                self._proxy._cluster.suspect(node.info.node)
-                self._proxy._s.log.warning("tokenize_failed", node=node.info.node, error=error)
-        raise ApiError(
-            503, "No worker can tokenize right now.", type="server_error", code="no_worker", retry_after_s=1
-        )
-
-    async def __aexit__(self, *exc: object) -> None:
-        if self._answer is not None:
-            self._answer.release()
 
 
 async def _read(request: web.Request) -> bytes:
@@ -545,46 +501,3 @@ def _gave_up(phase: str, attempts: int) -> ApiError:
         code="no_node",
         retry_after_s=1,
     )
-
-
-class _ErrorText(msgspec.Struct):
-    message: str = ""
-    type: str = "server_error"
-    param: str | None = None
-    code: str | None = None
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _ErrorText
-
-
-def _relayed(status: int, body: bytes) -> ApiError:
-    """A worker's error as our own."""
-    try:
-        error = msgspec.json.decode(body, type=_ErrorBody).error
-    except msgspec.DecodeError:
-        error = _ErrorText(message=body[:200].decode(errors="replace") or f"a worker answered {status}")
-    return ApiError(status, error.message, type=error.type, param=error.param, code=error.code)
-
-
-def _usage(tail: bytes) -> _Usage:
-    """The usage object near the end of an answer; zeros when it has none."""
-    at = max(tail.rfind(b'"usage":{'), tail.rfind(b'"usage": {'))
-    if at < 0:
-        return _Usage()
-    start = tail.index(b"{", at)
-    depth = 0
-    for i in range(start, len(tail)):
-        if tail[i] == 0x7B:
-            depth += 1
-        elif tail[i] == 0x7D:
-            depth -= 1
-            if depth == 0:
-                try:
-                    return _usage_decoder.decode(tail[start : i + 1])
-                except msgspec.DecodeError:
-                    return _Usage()
-    return _Usage()
-
-
-Headers = Mapping[str, str]

@@ -49,8 +49,9 @@ class _Open(msgspec.Struct):
 
 
 class _Last(msgspec.Struct):
-    """A node's last state: `decodes` and their `tokens` hold from `t`, at most until `until_t`."""
+    """A node's last state, of `state_t`, counted up to `t`; it stands until `until_t` at most."""
 
+    state_t: float
     t: float
     until_t: float
     phase: Phase
@@ -61,7 +62,7 @@ class _Last(msgspec.Struct):
 class SliceBuilder:
     def __init__(self, *, start_t: float, slice_s: float = 60.0, grace_s: float, stale_s: float) -> None:
         self.slice_s, self.grace_s, self.stale_s = slice_s, grace_s, stale_s
-        self.late = 0  # records that were dropped because their slice was closed
+        self.dropped = 0  # records whose slice was closed, or is too far ahead
         self._next = math.ceil(start_t / slice_s)  # the oldest slice that is not closed
         self._open: dict[int, _Open] = {}
         self._last: dict[str, _Last] = {}
@@ -74,7 +75,7 @@ class SliceBuilder:
     def _at(self, t: float) -> _Open | None:
         index = math.floor(t / self.slice_s)
         if not self._next <= index < self._next + MOST_OPEN:
-            self.late += 1
+            self.dropped += 1
             return None
         return self._open.setdefault(index, _Open())
 
@@ -110,26 +111,27 @@ class SliceBuilder:
         last = self._last.get(state.node)
         t = state.t
         if last is not None:
-            if state.t < last.t and state.t + self.stale_s < last.until_t:
+            if state.t < last.state_t:
                 return  # older than what is known
             self._integrate(last, state.t)
             t = max(t, last.t)
+        until_t = state.t + self.stale_s
         self._last[state.node] = _Last(
-            t, state.t + self.stale_s, state.phase, len(state.decodes), state.decode_tokens
+            state.t, t, until_t, state.phase, len(state.decodes), state.decode_tokens
         )
 
     def _integrate(self, last: _Last, until_t: float) -> None:
         """Add `last` from `last.t` to `until_t` to the open slices, and move `last.t` there."""
         t, end = max(last.t, self.open_t), min(until_t, last.until_t)
-        while t < end:
-            # Counting from the boundary and not from a sum of lengths keeps rounding from repeating a piece.
-            index = math.floor(t / self.slice_s)
-            piece_end = min(end, (index + 1) * self.slice_s)
-            if last.decodes and index < self._next + MOST_OPEN:
-                slot = self._open.setdefault(index, _Open())
+        index = math.floor(t / self.slice_s)
+        while last.decodes and t < end and index < self._next + MOST_OPEN:
+            index += 1
+            piece_end = min(end, index * self.slice_s)
+            if piece_end > t:
+                slot = self._open.setdefault(index - 1, _Open())
                 slot.in_decode_s += last.decodes * (piece_end - t)
                 slot.context_s += last.tokens * (piece_end - t)
-            t = piece_end
+                t = piece_end
         last.t = max(last.t, until_t)
 
     def close(self, now: float) -> list[Slice]:
@@ -140,15 +142,15 @@ class SliceBuilder:
             self._open = {index: slot for index, slot in self._open.items() if index >= ended}
         closed = []
         while self._next < ended:
-            t1 = (self._next + 1) * self.slice_s
+            t0, t1 = self._next * self.slice_s, (self._next + 1) * self.slice_s
             for last in self._last.values():
                 if last.t < t1:
                     self._integrate(last, t1)
             slot = self._open.pop(self._next, _Open())
             for name, last in self._last.items():
-                if last.until_t > t1 - self.slice_s:
+                if last.until_t > t0:
                     slot.nodes.setdefault(name, _Node(last.phase))
-            closed.append(self._closed(slot, t1 - self.slice_s, t1))
+            closed.append(self._closed(slot, t0, t1))
             self._next += 1
         self._last = {name: last for name, last in self._last.items() if last.until_t > self.open_t}
         return closed

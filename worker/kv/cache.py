@@ -126,13 +126,12 @@ class NodeCache:
         """
         if not len(path) <= total_pages <= self.l1_pages:
             raise ValueError(f"{total_pages} pages for a path of {len(path)}, of {self.l1_pages} in all")
-        held = list(path[: self.held(path)])
         l1 = self._l1
+        held = list(path[: self.held(path)])
+        if not self._fits(held, total_pages):
+            return None
         absent = [page for page in held if page not in l1]
         pinned = len(held) - len(absent)
-        fresh = sum(1 for page in held if page in l1 and not l1.is_pinned(page))
-        if total_pages - pinned > self.l1_available - fresh:
-            return None
         for page in held:
             if page in l1:
                 l1.pin(page)
@@ -144,6 +143,11 @@ class NodeCache:
         l1.touch_path(held)
         self._l2.touch_path([page for page in held if page in self._l2])
         return Lease(held, total_pages - len(held), len(absent))
+
+    def _fits(self, held: Sequence[int], total_pages: int) -> bool:
+        present = [page for page in held if page in self._l1]
+        unpinned = sum(1 for page in present if not self._l1.is_pinned(page))
+        return total_pages - len(present) <= self.l1_available - unpinned
 
     def write(self, lease: Lease, pages: Sequence[int]) -> None:
         """The next pages of the lease's path have KV now, in its room.

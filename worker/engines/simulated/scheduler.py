@@ -77,7 +77,6 @@ class Scheduler:
         self._waiting: deque[Request] = deque()  # GENERATE without room, by arrival
         self._computing: list[Request] = []  # with room and tokens to compute, by arrival
         self._batch: list[Request] = []  # in decode
-        self._blocked: int | None = None  # arrival number of the PREFILL that waits for room
         self._timers: list[tuple[float, int]] = []  # (transfer end, arrival number)
         self._recent: OrderedDict[str, int] = OrderedDict()
         self._events: list[Event] = []
@@ -277,11 +276,14 @@ class Scheduler:
         self.advance(now)
 
     def _admit(self, t: float) -> None:
-        """Give room to waiting GENERATE requests, in arrival order with the PREFILL that waits for room."""
+        """Give room to waiting GENERATE requests, after the next PREFILL if that came before."""
+        first = next((r for r in self._prefills if r.ready), None) if self._waiting else None
         while self._waiting:
             request = self._waiting[0]
-            if self._blocked is not None and self._blocked < request.seq:
-                return
+            if first is not None and first.seq < request.seq:
+                if not self._take_room(first):
+                    return
+                first = None
             prompt_pages = request.prompt // self._page
             lease = self.cache.lease(request.path[:prompt_pages], self._pages_needed(request))
             if lease is None:
@@ -316,7 +318,6 @@ class Scheduler:
         """The next prefill iteration, or None when no request is ready for one."""
         budget = self.profile.chunk_tokens
         blocked_by = self._waiting[0].seq if self._waiting else None
-        self._blocked = None
         batch: list[Request] = []
         taken: list[int] = []
         pairs, begun, begun_cached, restored = 0.0, 0, 0, 0
@@ -330,7 +331,7 @@ class Scheduler:
                 if blocked_by is not None and blocked_by < request.seq:
                     continue
                 if not self._take_room(request):
-                    self._blocked = blocked_by = request.seq
+                    blocked_by = request.seq
                     continue
             take = min(budget, request.prompt - request.computed)
             budget -= take
@@ -475,8 +476,6 @@ class Scheduler:
     def _end(self, request: Request) -> None:
         request.stage = Stage.ENDED
         del self._requests[request.seq]
-        if self._blocked == request.seq:
-            self._blocked = None
         if request.lease is not None:
             self.cache.release(request.lease)
         self.cache.unpin_host(request.host_pins)

@@ -1,0 +1,82 @@
+"""What a node held after an earlier event, from a later snapshot and the events between.
+
+A directory that starts again has counts as of event q of a node and can have a snapshot of its pages as of a
+later event s. It needs the pages as of q, so that events q + 1 to s, applied once more, take the same pages
+out of the counts as they would have without the interruption.
+
+Rules that hold here
+- A node publishes a page as stored only when the tier did not have it, and as removed only when it had. So the
+  first event about a page after q says whether the tier had it at q; without one, it had what it has at s.
+- After a clear nothing tells what a tier had before it, unless an earlier event does: it counts as not held. A
+  clear makes every counted page that the node then lacks leave the counts, so that changes no count after it.
+- No I/O and no clock.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shared.bus import Event
+from shared.messages import (
+    KvSnapshot,
+    PageArray,
+    PagesCleared,
+    PagesRemoved,
+    PagesStored,
+    Tier,
+    pack_pages,
+    unpack_pages,
+)
+
+
+class Rewind:
+    """Takes events after number `seq` in order, up to the snapshot's."""
+
+    def __init__(self, seq: int, snapshot: KvSnapshot) -> None:
+        self._seq = seq
+        self._next = seq + 1
+        self._snapshot = snapshot
+        self._had: dict[Tier, dict[int, bool]] = {tier: {} for tier in Tier}  # page -> held at `seq`
+        self._cleared: set[Tier] = set()
+        self.broken = seq > snapshot.seq  # an event is missing: `result` is then the snapshot itself
+
+    @property
+    def done(self) -> bool:
+        return self.broken or self._next > self._snapshot.seq
+
+    def feed(self, event: Event) -> None:
+        """One event of the snapshot's incarnation; others and known ones are passed over."""
+        if self.done or event.producer != self._snapshot.incarnation or event.seq < self._next:
+            return
+        if event.seq != self._next:
+            self.broken = True
+            return
+        self._next += 1
+        message = event.message
+        if isinstance(message, PagesStored | PagesRemoved):
+            if message.tier not in self._cleared:
+                had = self._had[message.tier]
+                removed = isinstance(message, PagesRemoved)
+                for page in unpack_pages(message.pages).tolist():
+                    had.setdefault(page, removed)
+        elif isinstance(message, PagesCleared):
+            self._cleared.update(Tier if message.tier is None else (message.tier,))
+
+    def result(self) -> KvSnapshot:
+        """The node's pages as of event `seq`; the snapshot as it was taken when that cannot be told."""
+        if self.broken or not self.done:
+            return self._snapshot
+        return KvSnapshot(
+            node=self._snapshot.node,
+            incarnation=self._snapshot.incarnation,
+            seq=self._seq,
+            l1=pack_pages(self._tier(Tier.L1, unpack_pages(self._snapshot.l1))),
+            l2=pack_pages(self._tier(Tier.L2, unpack_pages(self._snapshot.l2))),
+        )
+
+    def _tier(self, tier: Tier, now: PageArray) -> PageArray:
+        had = self._had[tier]
+        held = set() if tier in self._cleared else set(now.tolist())
+        held.difference_update(had)
+        held.update(page for page, held_then in had.items() if held_then)
+        return np.fromiter(held, dtype=np.int64, count=len(held))

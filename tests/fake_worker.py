@@ -1,0 +1,131 @@
+"""A worker that speaks the router's side of the contract and fails on demand: for tests of the router alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import msgspec
+from aiohttp import web
+
+from shared.bus import Bus
+from shared.messages import KvSnapshot, NodeInfo, NodeState, Phase, PrefillCall
+
+
+class FakeWorker:
+    def __init__(self, bus: Bus, node: str, phase: Phase = Phase.BOTH) -> None:
+        self.bus, self.node, self.phase = bus, node, phase
+        self.prefill_script: list[str] = []  # done (default), moved, failed, close, hang
+        self.decode_script: list[str] = []  # ok (default), moved, die, hang, error
+        self.prefills: list[PrefillCall] = []
+        self.decodes: list[tuple[dict[str, str], bytes]] = []
+        self.cancelled = 0
+        self.chunks = 5
+        self.resume = asyncio.Event()
+
+    async def __aenter__(self) -> FakeWorker:
+        app = web.Application(client_max_size=2**28)
+        app.router.add_post("/ei/v1/prefill", self._prefill)
+        app.router.add_post("/v1/chat/completions", self._decode)
+        app.router.add_post("/v1/completions", self._decode)
+        app.router.add_post("/v1/tokenize", self._tokenize)
+        app.router.add_get("/ei/v1/kv/snapshot", self._snapshot)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        self.info = NodeInfo(
+            self.node, f"http://127.0.0.1:{port}", f"boot-{self.node}", "m", "tiny", 16, 8192, 8192, 32768, 256,
+            self.phase,
+        )  # fmt: skip
+        await self.bus.register_node(self.info, 3600.0)
+        self._state_out = self.bus.publisher(f"state:{self.node}", self.info.incarnation)
+        self._sender = asyncio.create_task(self._state_out.run())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._sender.cancel()
+        await self.bus.unregister_node(self.node)
+        await self._runner.cleanup()
+
+    def state(self, t: float, **fields: object) -> None:
+        base = NodeState(self.node, t, self.phase, 0, False, 0.0, [], [], [], 0, 8192)
+        self._state_out.publish(msgspec.structs.replace(base, **fields))
+
+    async def _snapshot(self, _: web.Request) -> web.Response:
+        return web.Response(
+            body=msgspec.msgpack.encode(KvSnapshot(self.node, self.info.incarnation, 0, b"", b""))
+        )
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        text = body["prompt"] if "prompt" in body else json.dumps(body["messages"])
+        return web.Response(body=_ids(text), content_type="application/octet-stream")
+
+    async def _prefill(self, request: web.Request) -> web.StreamResponse:
+        call = msgspec.msgpack.decode(await request.read(), type=PrefillCall)
+        self.prefills.append(call)
+        how = self.prefill_script.pop(0) if self.prefill_script else "done"
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        if how in ("done", "hang", "close", "failed"):
+            await answer.write(b'{"event":"started","t":1.0}\n')
+        try:
+            if how == "hang":
+                await self.resume.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if how == "close":
+            request.transport.abort()
+        elif how == "moved":
+            await answer.write(b'{"event":"moved"}\n')
+        elif how == "failed":
+            await answer.write(b'{"event":"failed","error":"out of memory"}\n')
+        else:
+            await answer.write(b'{"event":"done","cached_tokens":32}\n')
+        return answer
+
+    async def _decode(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        self.decodes.append((dict(request.headers), body))
+        how = self.decode_script.pop(0) if self.decode_script else "ok"
+        if how == "moved":
+            return web.json_response({"error": {"message": "moving", "code": "moved"}}, status=503)
+        if how == "error":
+            return web.json_response(
+                {"error": {"message": "bad tool", "type": "invalid_request_error"}}, status=400
+            )
+        usage = {"prompt_tokens": 3, "completion_tokens": self.chunks, "decode_iterations": 4}
+        if not json.loads(body).get("stream"):
+            return web.json_response({"choices": [{"text": "abc"}], "usage": usage})
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        try:
+            for i in range(self.chunks):
+                if i == 2 and how == "die":
+                    request.transport.abort()
+                    return answer
+                if i == 2 and how == "hang":
+                    await self.resume.wait()
+                await answer.write(b'data: {"choices":[{"text":"%d"}]}\n\n' % i)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        await answer.write(
+            b'data: {"choices":[],"usage":' + json.dumps(usage).encode() + b"}\n\ndata: [DONE]\n\n"
+        )
+        return answer
+
+
+def _ids(text: str) -> bytes:
+    return b"".join(byte.to_bytes(4, "little") for byte in text.encode())
+
+
+@contextlib.asynccontextmanager
+async def workers(bus: Bus, *specs: tuple[str, Phase]) -> AsyncIterator[list[FakeWorker]]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(FakeWorker(bus, node, phase)) for node, phase in specs]
