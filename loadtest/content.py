@@ -3,8 +3,8 @@
 Rules that hold here
 - A block's tokens derive from (the instance's name, the block's id, the position in the block), so equal ids
   give equal tokens, and another instance's tokens differ: a session played twice shares nothing with itself.
-- Except that a prompt which goes on from an earlier one of its branch carries that one's actual output right
-  after it, as an agent's does, so that the KV of the output can be used again. As much of it as lies in
+- Except that the first prompt which goes on from an earlier one of its branch carries that one's actual output
+  right after it, as an agent's does, so that the KV of the output can be used again. As much of it as lies in
   positions that no prompt of the instance has had yet; elsewhere the tokens stay what they were.
 - A position of a block gets its token when the first prompt with that position is made, and keeps it.
 - Blocks of scope "shared" are never changed by outputs: they must be the same in every session.
@@ -106,6 +106,7 @@ class BranchPrompts:
         self._path: list[Block] = []
         self._tokens: TokenArray = np.empty(0, dtype=np.int32)
         self._outputs: dict[int, TokenArray] = {}
+        self._tails: dict[int, TokenArray] = {}  # tokens of the steps' prompts after their full blocks
 
     def output(self, step: int, token_ids: Sequence[int]) -> None:
         """The actual output of a step whose prompt was made. Without it derived tokens stand in its place."""
@@ -121,8 +122,11 @@ class BranchPrompts:
         tail_tokens = step.prompt_tokens - len(path) * size
         tail = self._blocks.get([step.tail])[0] if tail_tokens else None
         if step.continues >= 0 and self._blocks.takes_output:
-            start = self._branch.steps[step.continues].prompt_tokens
-            self._put_output(self._outputs.get(step.continues), start, path, step.shared, tail, tail_tokens)
+            before = self._tails[step.continues]
+            start = self._branch.steps[step.continues].prompt_tokens - before.size
+            # Taken once: a second prompt that goes on from there differs from the first, so its blocks must.
+            output = self._outputs.pop(step.continues, before[:0])
+            self._put(np.concatenate((before, output)), start, path, step.shared, tail, tail_tokens)
         for block in fresh:
             if not block.text:
                 block.fixed = size
@@ -135,33 +139,33 @@ class BranchPrompts:
             texts.append(json_ids(parts[-1]))
         self._path = path
         self._tokens = np.concatenate(parts)
-        # Only outputs that a later prompt may go on from are kept.
+        self._tails[self._next - 1] = self._tokens[len(path) * size :].copy()
+        # Only what a later prompt may go on from is kept.
         used = {later.continues for later in self._branch.steps[self._next :]}
         self._outputs = {made: ids for made, ids in self._outputs.items() if made in used}
+        self._tails = {made: ids for made, ids in self._tails.items() if made in used}
         return Prompt(tokens=self._tokens, common=step.shared * size, text=b",".join(texts))
 
-    def _put_output(
+    def _put(
         self,
-        output: TokenArray | None,
+        tokens: TokenArray,
         start: int,
         path: list[Block],
         first_block: int,
         tail: Block | None,
         tail_tokens: int,
     ) -> None:
-        """Write an output that stands at position `start` into the positions that are not fixed yet."""
-        if output is None:
-            return
+        """Write tokens that stand at position `start` into the positions that are not fixed yet."""
         size = self._blocks.block_size
-        end = start + output.size
+        end = start + tokens.size
         for number in range(max(first_block, start // size), min(len(path), -(-end // size))):
-            _write(path[number], size, number * size, start, output)
+            _write(path[number], size, number * size, start, tokens)
         if tail is not None and end > len(path) * size:
-            _write(tail, tail_tokens, len(path) * size, start, output)
+            _write(tail, tail_tokens, len(path) * size, start, tokens)
 
 
-def _write(block: Block, limit: int, block_start: int, start: int, output: TokenArray) -> None:
+def _write(block: Block, limit: int, block_start: int, start: int, tokens: TokenArray) -> None:
     first = max(block.fixed, start - block_start)
-    last = min(limit, start + output.size - block_start)
+    last = min(limit, start + tokens.size - block_start)
     if first < last:
-        block.tokens[first:last] = output[first + block_start - start : last + block_start - start]
+        block.tokens[first:last] = tokens[first + block_start - start : last + block_start - start]

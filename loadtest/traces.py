@@ -189,10 +189,10 @@ def _goes_on(
 
 
 def _continued(records: Sequence[Recorded], paths: Sequence[IdArray], i: int, least_blocks: int) -> int:
-    for j in range(i - 1, max(-1, i - 1 - LOOK_BACK_STEPS), -1):
-        if _goes_on(records, paths, j, i, least_blocks):
-            return j
-    return -1
+    """Of the earlier prompts that prompt i begins with the one of most blocks, of these the latest; or -1."""
+    earlier = range(max(0, i - LOOK_BACK_STEPS), i)
+    begins = [j for j in earlier if _goes_on(records, paths, j, i, least_blocks)]
+    return max(begins, key=lambda j: (paths[j].size, j), default=-1)
 
 
 def _tails(

@@ -117,6 +117,11 @@ class KvFollower:
         if self._reset is not None:
             self._reset(name)
 
+    def synced(self, name: str) -> bool:
+        """Whether the node's pages are known."""
+        node = self._nodes.get(name)
+        return node is not None and node.synced
+
     def unsynced(self) -> list[str]:
         """Nodes whose pages are unknown."""
         return [name for name, node in self._nodes.items() if not node.synced]

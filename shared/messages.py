@@ -21,7 +21,7 @@ Rules that hold here
 | `iterations` | worker -> telemetry, planner | Iterations |
 | `requests` | router -> telemetry | RequestDone |
 | `windows` | telemetry -> planner | Slice |
-| `roles` | planner -> workers, routers, telemetry; workers -> planner; CLI -> planner | RolePlan, RoleAck, SplitWanted |
+| `roles` | planner -> all; workers, CLI -> planner | RolePlan, Models, RoleAck, SplitWanted |
 """
 
 from __future__ import annotations
@@ -280,6 +280,23 @@ class RolePlan(Message, frozen=True, array_like=True, tag="plan"):
     t: float = 0.0
 
 
+class NodeModel(msgspec.Struct, frozen=True, array_like=True):
+    """Fitted prefill coefficients of one node, seconds (Equation 1)."""
+
+    node: str
+    c0: float
+    c1: float
+    c2: float
+    c3: float
+
+
+class Models(Message, frozen=True, array_like=True, tag="models"):
+    """The nodes' fitted prefill models, for the routers' predictions; sent when they are frozen or change."""
+
+    models: list[NodeModel]
+    t: float = 0.0
+
+
 class RoleStage(StrEnum):
     DRAINED = "drained"
     SWITCHED = "switched"
@@ -322,6 +339,7 @@ StreamMessage = (
     | RequestDone
     | Slice
     | RolePlan
+    | Models
     | RoleAck
     | SplitWanted
 )

@@ -189,8 +189,10 @@ class Service:
             await asyncio.wait({main, stopped}, return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
             self._started = False
-            main.cancel()
-            await asyncio.wait({main})
+            while not main.done():
+                # a library that swallows a cancellation must not keep the process alive
+                main.cancel()
+                await asyncio.wait({main}, timeout=1.0)
             with contextlib.suppress(BusError, TimeoutError):
                 async with asyncio.timeout(SHUTDOWN_S):
                     await self.shutdown()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.planner.split import Models, NodeRates
+from services.planner.split import IterationModels, NodeRates
 from shared.messages import Iteration, NodeInfo, NodeSlice, Phase, Slice
 from shared.timing import DecodeModel, PrefillModel, query_key_pairs
 
@@ -10,13 +10,13 @@ P, D, BOTH = Phase.PREFILL, Phase.DECODE, Phase.BOTH
 
 # With work (1000, 2000, 400, 2), pairs 1e5, t-bar 500, f 0.5: prefill 0.2 + 1.0 + 0.1 + 0.1 = 1.4 s.
 # With B = 10: iterations of 0.01 + 0.01 + 10 * 0.001 = 0.03 s, 200 of them, shared by 10: 0.6 s.
-PLAIN = Models(
+PLAIN = IterationModels(
     PrefillModel(c0=0.1, c1=1e-3, c2=1e-6, c3=1e-4),
     DecodeModel(d0=0.01, d1=0.01, d2=1e-3, experts_per_token=1, experts=1, t_fwd=1),
 )
 
 
-def rates(models: Models = PLAIN, t_bar: float = 500.0, f: float = 0.5) -> NodeRates:
+def rates(models: IterationModels = PLAIN, t_bar: float = 500.0, f: float = 0.5) -> NodeRates:
     return NodeRates(models, t_bar, f)
 
 

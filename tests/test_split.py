@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.planner.split import (
-    Models,
+    IterationModels,
     SplitPlanner,
     evaluate,
     moves,
@@ -37,7 +37,7 @@ def windowed(split: dict[str, Phase], *slices: dict[str, float]) -> SplitPlanner
     return made
 
 
-def models(split: dict[str, Phase]) -> dict[str, Models]:
+def models(split: dict[str, Phase]) -> dict[str, IterationModels]:
     return dict.fromkeys(split, PLAIN)
 
 
@@ -54,7 +54,7 @@ def test_throughput_is_that_of_the_slower_phase():
 
 
 def test_throughput_of_unequal_nodes_adds_up_each_ones_own_rate():
-    slow = rates(Models(PrefillModel(0.2, 2e-3, 2e-6, 2e-4), PLAIN.decode))
+    slow = rates(IterationModels(PrefillModel(0.2, 2e-3, 2e-6, 2e-4), PLAIN.decode))
     assert throughput([rates(), slow], [rates()] * 9, WORK, 900, 1e5) == pytest.approx(1 / 1.4 + 1 / 2.8)
     fewer_tokens = rates(t_bar=250.0, f=0.0)  # 0.4 + 1.0 + 0.1
     assert throughput([fewer_tokens], [rates()] * 9, WORK, 900, 1e5) == pytest.approx(1 / 1.5)
@@ -91,7 +91,7 @@ def test_of_unequal_nodes_those_move_that_suit_the_other_phase():
 
 
 def test_worth_is_prefill_rate_over_decode_rate():
-    slow = rates(Models(PrefillModel(0.2, 2e-3, 2e-6, 2e-4), PLAIN.decode))
+    slow = rates(IterationModels(PrefillModel(0.2, 2e-3, 2e-6, 2e-4), PLAIN.decode))
     split = phases(1, 1)
     worth = prefill_worth(split, {"n1": rates(), "n2": slow}, [slice_(0, split)])
     assert worth == {"n1": pytest.approx(0.6 / 1.4), "n2": pytest.approx(0.6 / 2.8)}
@@ -158,7 +158,7 @@ def test_a_burst_of_one_slice_does_not_switch_but_a_lasting_shift_does():
 
 
 def test_unequal_nodes_are_split_by_what_each_is_good_at():
-    good = Models(PrefillModel(0.01, 1e-4, 1e-7, 1e-5), PLAIN.decode)
+    good = IterationModels(PrefillModel(0.01, 1e-4, 1e-7, 1e-5), PLAIN.decode)
     split = phases(1, 3)
     made = windowed(split, *[{}] * 10)
     decision = made.decide(600.0, split, models(split) | {"n4": good})
@@ -213,7 +213,7 @@ def test_nodes_without_models_or_measurement_decide_nothing():
     assert made.decide(600.0, split, known).reason == "no iteration-time models yet for n3"
     idle = windowed(split, *[{"t_bar": 0.0}] * 10)
     assert "t-bar" in idle.decide(600.0, split, models(split)).reason
-    zero = Models(PrefillModel(0, 0, 0, 0), DecodeModel(0, 0, 0))
+    zero = IterationModels(PrefillModel(0, 0, 0, 0), DecodeModel(0, 0, 0))
     none = windowed(split, *[{}] * 10).decide(600.0, split, dict.fromkeys(split, zero))
     assert none.reason == "the models predict no time for this work"
 
@@ -260,7 +260,7 @@ def test_decode_nodes_get_the_measurements_of_those_that_prefilled():
 
 coefficient = st.floats(1e-5, 1e-2)
 model = st.builds(
-    Models,
+    IterationModels,
     st.builds(PrefillModel, c0=coefficient, c1=coefficient, c2=st.floats(0, 1e-8), c3=st.floats(0, 1e-6)),
     st.builds(DecodeModel, d0=coefficient, d1=coefficient, d2=coefficient),
 )

@@ -117,6 +117,11 @@ class Counts:
     def pending_moves(self) -> int:
         return len(self._pending)
 
+    @property
+    def changed(self) -> bool:
+        """Whether `take_changes` or `take_touched` has something to give."""
+        return bool(self._before or self._touched)
+
     def take_touched(self) -> set[str]:
         """Branches whose C or pending moves may have changed since the last call, ended ones too."""
         touched, self._touched = self._touched, set()

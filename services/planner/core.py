@@ -15,10 +15,20 @@ from collections.abc import Mapping
 
 import msgspec
 
-from services.planner.fitting import Learner, LearnerState, NodeSamples
+from services.planner.fitting import Fit, Learner, LearnerState, NodeSamples
 from services.planner.roles import Answer, Life, Roles, RolesState, Split, Step
-from services.planner.split import Decision, Models, PlannerState, SplitPlanner, moves, prefill_worth
-from shared.messages import Iterations, NodeInfo, Phase, RoleAck, RolePlan, Slice, SplitWanted
+from services.planner.split import Decision, IterationModels, PlannerState, SplitPlanner, moves, prefill_worth
+from shared.messages import (
+    Iterations,
+    Models,
+    NodeInfo,
+    NodeModel,
+    Phase,
+    RoleAck,
+    RolePlan,
+    Slice,
+    SplitWanted,
+)
 
 REFIT_S = 60.0  # cluster seconds between tries to fit nodes that had told too little
 
@@ -167,8 +177,19 @@ class PlannerCore:
         """Whether iteration records are of use."""
         return not self._profiles or bool(self.learner.wants(self._profiles))
 
-    def models(self) -> dict[str, Models]:
-        return {node: fit.models for node, fit in self.learner.fits(self._profiles).items()}
+    def fits(self) -> dict[str, Fit]:
+        """Of the live nodes, those that have models, with them."""
+        return self.learner.fits(self._profiles)
+
+    def models(self) -> dict[str, IterationModels]:
+        return {node: fit.models for node, fit in self.fits().items()}
+
+    def told_models(self, t: float) -> Models:
+        """The prefill models of the live nodes, for the routers."""
+        known = sorted(self.models().items())
+        return Models(
+            [NodeModel(node, m.prefill.c0, m.prefill.c1, m.prefill.c2, m.prefill.c3) for node, m in known], t
+        )
 
     # ------------------------------------------------------------------------- inside
 

@@ -14,7 +14,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from services.planner.split import Models
+from services.planner.split import IterationModels
 from shared.messages import Iteration, Iterations, Phase
 from shared.timing import PROFILES, DecodeFit, PrefillFit, fit_decode, fit_prefill
 
@@ -81,7 +81,7 @@ class Fit(msgspec.Struct, frozen=True):
     """The frozen models of a node, and how well each follows the records it was fitted on."""
 
     profile: str
-    models: Models
+    models: IterationModels
     prefill_source: Source
     decode_source: Source
     prefill_records: int
@@ -180,7 +180,7 @@ def _joined(
     prefill, decode = own_prefill or pooled_prefill, own_decode or pooled_decode
     return Fit(
         profile=profile,
-        models=Models(prefill.fit.model, decode.fit.model),
+        models=IterationModels(prefill.fit.model, decode.fit.model),
         prefill_source="own" if own_prefill else "pooled",
         decode_source="own" if own_decode else "pooled",
         prefill_records=prefill.records,

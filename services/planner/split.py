@@ -22,11 +22,10 @@ import msgspec
 from shared.messages import Phase, Slice
 from shared.timing import DecodeModel, PrefillModel, Work
 
-
 ROUNDING = 1e-9  # gains below this part of the throughput are the arithmetic's, not the split's
 
 
-class Models(msgspec.Struct, frozen=True):
+class IterationModels(msgspec.Struct, frozen=True):
     """The iteration-time models of one node (Equations 1 and 2)."""
 
     prefill: PrefillModel
@@ -36,7 +35,7 @@ class Models(msgspec.Struct, frozen=True):
 class NodeRates(msgspec.Struct, frozen=True):
     """What the throughput of one node follows from: its models and, as last measured, t-bar and f."""
 
-    models: Models
+    models: IterationModels
     t_bar: float  # new tokens per prefill iteration
     f: float  # fraction of cached tokens restored from host memory
 
@@ -281,8 +280,8 @@ class SplitPlanner:
         """Slices of the window that ends with the newest one."""
         return [s for s in self._slices if s.t0 >= self.newest_t - self.window_s]
 
-    def rates(self, models: Mapping[str, Models]) -> dict[str, NodeRates]:
-        """Models with t-bar and f remeasured over the window.
+    def rates(self, models: Mapping[str, IterationModels]) -> dict[str, NodeRates]:
+        """IterationModels with t-bar and f remeasured over the window.
 
         A node that did not prefill in the window, as a decode node does not, gets the mean of those that did:
         it would serve the same work. When none did, its own last measurement stands. Nodes for which nothing
@@ -318,7 +317,7 @@ class SplitPlanner:
         self,
         t: float,
         phases: Mapping[str, Phase],
-        models: Mapping[str, Models],
+        models: Mapping[str, IterationModels],
         draining: Iterable[str] = (),
     ) -> Decision:
         """End the running window with the newest slice, begin the next, and say what to do.
@@ -371,7 +370,7 @@ class SplitPlanner:
         phases: Mapping[str, Phase],
         draining: Sequence[str],
         usable: Sequence[Slice],
-        models: Mapping[str, Models],
+        models: Mapping[str, IterationModels],
         rates: Mapping[str, NodeRates],
     ) -> str:
         """Why no split can be compared now; empty when it can."""

@@ -19,8 +19,8 @@ from services.router.placement import DecodeNode, Prefill, PrefillNode
 from shared.clock import Clock
 from shared.kvfollow import KvFollower
 from shared.kvindex import KvIndex
-from shared.messages import NodeInfo, NodeState, Phase, RolePlan
-from shared.timing import GLM_52_4XGB300, PROFILES, Profile
+from shared.messages import Models, NodeInfo, NodeState, Phase, RolePlan, Slice
+from shared.timing import GLM_52_4XGB300, PROFILES, PrefillModel, Profile
 
 SUSPECT_S = 2.0
 # f of Equation 3 before the cluster has measured it: agents mostly come back while their KV is in GPU memory.
@@ -32,6 +32,8 @@ class Node(msgspec.Struct):
     profile: Profile
     state: NodeState | None = None
     suspect_until: float = 0.0  # cluster time
+    model: PrefillModel | None = None  # fitted by the planner; the profile's until then
+    restored_fraction: float = START_RESTORED_FRACTION  # f, as last measured
     prefills: dict[str, Prefill] = {}  # sent by this router and not finished
     decodes: dict[str, int] = {}  # bound by this router and not finished -> tokens of KV
 
@@ -43,6 +45,7 @@ class Cluster:
         self.index = KvIndex()
         self.follower = KvFollower(self.index)
         self.plan: RolePlan | None = None
+        self._models: dict[str, PrefillModel] = {}
         self._changed = asyncio.Event()
 
     # ------------------------------------------------------------------ what comes in
@@ -54,7 +57,7 @@ class Cluster:
             node = self.nodes.get(name)
             if node is None or node.info.incarnation != info.incarnation:
                 profile = PROFILES.get(info.profile, GLM_52_4XGB300)
-                self.nodes[name] = Node(info, profile, prefills={}, decodes={})
+                self.nodes[name] = Node(info, profile, model=self._models.get(name))
                 new.append(info)
             else:
                 node.info = info
@@ -77,6 +80,20 @@ class Cluster:
         if self.plan is None or plan.epoch > self.plan.epoch:
             self.plan = plan
             self.notify()
+
+    def fitted(self, models: Models) -> None:
+        """Predict with these coefficients from now on (section 5.1)."""
+        for one in models.models:
+            model = PrefillModel(one.c0, one.c1, one.c2, one.c3)
+            self._models[one.node] = model
+            if one.node in self.nodes:
+                self.nodes[one.node].model = model
+
+    def measured(self, part: Slice) -> None:
+        """Take f of the nodes that prefilled in the slice."""
+        for one in part.nodes:
+            if one.iterations and one.node in self.nodes:
+                self.nodes[one.node].restored_fraction = min(1.0, max(0.0, one.f))
 
     def suspect(self, name: str) -> None:
         """The node could not be reached just now."""
@@ -112,10 +129,10 @@ class Cluster:
         return [
             PrefillNode(
                 node=node.info.node,
-                model=node.profile.prefill,
+                model=node.model or node.profile.prefill,
                 chunk_tokens=node.info.chunk_tokens,
                 idle_gap_s=node.profile.idle_gap_s,
-                restored_fraction=START_RESTORED_FRACTION,
+                restored_fraction=node.restored_fraction,
                 state=node.state,
                 sent=list(node.prefills.values()),
             )

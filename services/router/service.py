@@ -17,7 +17,7 @@ from services.router.proxy import Proxy, api_response
 from services.router.settings import RouterSettings
 from shared.bus import BusError
 from shared.kvfollow import KV_STREAM, Follow
-from shared.messages import BranchEnded, KvSnapshot, NodeState, PathWanted, RolePlan
+from shared.messages import BranchEnded, KvSnapshot, Models, NodeState, PathWanted, RolePlan, Slice
 from shared.openai import ApiError
 from shared.service import Service
 
@@ -43,10 +43,12 @@ class RouterService(Service):
         self.spawn(self.branch_out.run(), "publish branch")
         self.spawn(self.requests_out.run(), "publish requests")
         self.proxy = Proxy(self)
-        self._reader = self.bus.reader({"resync": "$", "roles": "$"})
+        self._reader = self.bus.reader({"resync": "$", "roles": "$", "windows": "$"})
         for event in await self.bus.last("roles", 64):
             if isinstance(event.message, RolePlan):
                 self.cluster.planned(event.message)
+            elif isinstance(event.message, Models):
+                self.cluster.fitted(event.message)
         self._gauges()
         await self._refresh_registry()
 
@@ -65,6 +67,10 @@ class RouterService(Service):
                     elif isinstance(message, RolePlan):
                         self.cluster.planned(message)
                         self.log.info("plan", epoch=message.epoch, reason=message.reason)
+                    elif isinstance(message, Models):
+                        self.cluster.fitted(message)
+                    elif isinstance(message, Slice):
+                        self.cluster.measured(message)
                     elif isinstance(message, PathWanted):
                         self.branches.path_wanted(message.branch)
 

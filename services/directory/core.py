@@ -1,0 +1,429 @@
+"""The directory's whole state, fed with events and asked for what to write and to send.
+
+Rules that hold here
+- The state is a function of the events applied, in their order. `take` returns everything that changed since
+  the call before: absolute values, and the position of every stream up to which they hold.
+- A node's record names its incarnation. Events and placements of an earlier one change nothing; when the
+  registry shows another one, the counts, pages and pending moves of the node go.
+- A node's phase changes by its own acknowledgement (`RoleAck`, switched); a higher epoch replaces a lower one.
+  The registry's word counts for a node that is new, and where an acknowledgement stays out for long.
+- While a node's pages are unknown (a gap in its events), no move to it settles and its position stays before
+  the gap. When a snapshot comes, counted pages that were held before and are not now leave the counts. A
+  counted page that was not held before stays counted: it may be on its way, and a count for a page that the
+  node never gets is harmless and ends with the branch's next step there. For the same reason a directory that
+  starts without the events in between takes no count away.
+- No I/O and no clock: `now` is in cluster seconds, `wall_s` in monotonic wall seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+import msgspec
+
+from services.directory.branches import Branch, BranchTable, Change
+from services.directory.counts import Counted, Counts, NodeChanges
+from shared.bus import Commit, Event, Stored
+from shared.kvfollow import KV_STREAM, Follow, KvFollower
+from shared.kvindex import KvIndex
+from shared.messages import (
+    BranchEnded,
+    BranchPlaced,
+    BranchRequest,
+    CountsWanted,
+    KvSnapshot,
+    NodeInfo,
+    PageArray,
+    PagesCleared,
+    PagesRemoved,
+    PagesStored,
+    Phase,
+    RoleAck,
+    RoleStage,
+    pack_pages,
+    unpack_pages,
+)
+
+STREAMS = ("branch", "roles", "resync")
+MAX_PRODUCERS = 64  # routers whose last number on `branch` is remembered
+ACK_PATIENCE_S = 5.0  # wall seconds after which the registry's phase is believed without an acknowledgement
+
+_KV_MESSAGES = (PagesStored, PagesRemoved, PagesCleared)
+
+
+class NodeRecord(msgspec.Struct, array_like=True):
+    """What is kept of a node. `position` and `seq`: its last kv event that was applied."""
+
+    incarnation: str
+    phase: Phase
+    epoch: int = 0
+    started_t: float = 0.0
+    position: str = "0"
+    seq: int = 0
+
+
+class CountedRecord(msgspec.Struct, array_like=True):
+    pages: int
+    phases: int
+    holes: list[int] = []
+
+
+class BranchRecord(msgspec.Struct, array_like=True):
+    """What is kept of a branch beside its path. `placed`: time and node of its last placement, by phase."""
+
+    version: int
+    path_pages: int
+    last_t: float
+    request_t: float
+    placed: dict[Phase, tuple[float, str]]
+    counted: dict[str, CountedRecord]
+    pending: dict[Phase, str]
+
+
+_branch_records = msgspec.msgpack.Decoder(BranchRecord)
+_node_records = msgspec.msgpack.Decoder(NodeRecord)
+_positions = msgspec.msgpack.Decoder(dict[str, str])
+_numbers = msgspec.msgpack.Decoder(dict[str, int])
+_times = msgspec.msgpack.Decoder(dict[str, float])
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Registry(NamedTuple):
+    """What a look at the registry changed: nodes new or begun anew, and nodes lost for good."""
+
+    begun: list[str]
+    lost: list[str]
+
+
+class Batch(NamedTuple):
+    """What to write, and once it is written, what to send."""
+
+    commit: Commit
+    changes: dict[str, NodeChanges]  # for counts:<node>
+    full: set[str]  # nodes whose full set is due
+    wanted: list[str]  # branches whose whole path is wanted
+
+
+class Directory:
+    """Algorithms E.1 and E.2 for a cluster. `idle_s`: cluster seconds; `grace_s`: wall seconds."""
+
+    def __init__(self, idle_s: float, grace_s: float) -> None:
+        self._idle_s, self._grace_s = idle_s, grace_s
+        self.table = BranchTable()
+        self.index = KvIndex()
+        self.counts = Counts(self.index, self.table.path)
+        self.follower = KvFollower(
+            self.index, stored=self._pages_stored, gone=self.counts.evicted, reset=self._pages_reset
+        )
+        self.nodes: dict[str, NodeRecord] = {}
+        self.stats: Counter[str] = Counter()  # what happened, for the metrics
+        self.positions: dict[str, str] = dict.fromkeys(STREAMS, "0")
+        self._producers: dict[str, int] = {}  # router -> its last number on `branch`, newest last
+        self._read: dict[str, tuple[str, int]] = {}  # node -> its last kv event seen, applied or not
+        self._before_gap: dict[str, PageArray] = {}  # node -> counted pages that it held before a gap
+        self._absent_since: dict[str, float] = {}
+        self._behind_since: dict[str, float] = {}
+        self._dirty_branches: set[str] = set()
+        self._dirty_paths: dict[str, int] = {}  # branch -> first page that changed
+        self._dirty_nodes: set[str] = set()
+        self._dirty_positions = False
+        self._dirty_ended = False
+        self._full: set[str] = set()
+        self._wanted: dict[str, None] = {}
+
+    # ------------------------------------------------------------------------- events
+
+    def apply(self, event: Event, now: float) -> bool:
+        """One event. True when a snapshot of the node of its kv stream is wanted."""
+        message = event.message
+        if isinstance(message, _KV_MESSAGES):
+            return self._kv_event(event)
+        if event.stream in self.positions:
+            self.positions[event.stream] = event.position
+            self._dirty_positions = True
+        if event.stream == "branch":
+            if self._is_new(event):
+                self._branch_event(message, now)
+        elif isinstance(message, RoleAck):
+            if message.stage is RoleStage.SWITCHED:
+                self._switched(message.node, message.phase, message.epoch)
+        elif isinstance(message, CountsWanted):
+            self.stats["counts_wanted"] += 1
+            if message.node in self.nodes:
+                self._full.add(message.node)
+        return False
+
+    def expire(self, now: float) -> None:
+        """End the branches that have been idle for `idle_s`."""
+        for branch in self.table.expire(now - self._idle_s):
+            self.stats["expired"] += 1
+            self._ended(branch)
+
+    def _is_new(self, event: Event) -> bool:
+        last = self._producers.pop(event.producer, None)
+        self._producers[event.producer] = max(event.seq, last or 0)
+        if len(self._producers) > MAX_PRODUCERS:
+            del self._producers[next(iter(self._producers))]
+        if last is None:
+            return True
+        if event.seq <= last:
+            self.stats["duplicates"] += 1
+            return False
+        if event.seq > last + 1:
+            # Paths prove themselves and idle branches expire, so nothing is asked again.
+            self.stats["branch_gaps"] += 1
+        return True
+
+    def _branch_event(self, message: object, now: float) -> None:
+        if isinstance(message, BranchRequest):
+            self._request(message, now)
+        elif isinstance(message, BranchPlaced):
+            record = self.nodes.get(message.node)
+            if record is not None and 0.0 < message.t < record.started_t:
+                self.stats["stale"] += 1
+            elif self.table.place(message, now):
+                self._dirty_branches.add(message.branch)
+                self.counts.place(message.branch, message.node, message.phase)
+            else:
+                self.stats["stale"] += 1
+        elif isinstance(message, BranchEnded):
+            branch = self.table.end(message)
+            self._dirty_ended = True
+            if branch is None:
+                self.stats["stale"] += 1
+            else:
+                self._ended(branch)
+
+    def _request(self, message: BranchRequest, now: float) -> None:
+        try:
+            step = self.table.request(message, now)
+        except ValueError:
+            self.stats["unreadable"] += 1
+            return
+        self.stats[f"request_{step.change}"] += 1
+        if step.change is Change.UNKNOWN:
+            self._wanted[message.branch] = None
+        if self.table.get(message.branch) is None:
+            return
+        if step.common < step.old.size:
+            self.counts.rewritten(message.branch, step.old, step.common)
+        self._dirty_branches.add(message.branch)
+        first = self._dirty_paths.get(message.branch, step.common)
+        self._dirty_paths[message.branch] = min(first, step.common)
+
+    def _ended(self, branch: Branch) -> None:
+        self.counts.end(branch.name, branch.path)
+        self._dirty_branches.add(branch.name)
+        self._dirty_paths.pop(branch.name, None)
+
+    def _switched(self, node: str, phase: Phase, epoch: int) -> None:
+        record = self.nodes.get(node)
+        if record is None or epoch <= record.epoch:
+            return
+        before, record.phase, record.epoch = record.phase, phase, epoch
+        self._dirty_nodes.add(node)
+        self._behind_since.pop(node, None)
+        if before is not phase:
+            self.stats["switches"] += 1
+            self.counts.switched(node, before, phase)
+
+    # ------------------------------------------------------------------------- pages
+
+    def _kv_event(self, event: Event) -> bool:
+        node = event.stream.removeprefix(KV_STREAM)
+        record = self.nodes.get(node)
+        if record is None or event.producer != record.incarnation:
+            return False
+        if self.follower.synced(node) and event.seq > record.seq + 1:
+            counted = self.counts.positive(node)
+            self._before_gap[node] = counted[self.index.holds(node, counted)]
+            self.stats["kv_gaps"] += 1
+        wanted = self.follower.feed(event) is Follow.WANT_SNAPSHOT
+        self._read[node] = (event.position, event.seq)
+        if self.follower.synced(node):
+            self._before_gap.pop(node, None)
+            if isinstance(event.message, PagesCleared):
+                counted = self.counts.positive(node)
+                self.counts.evicted(node, counted[~self.index.holds(node, counted)])
+            self._caught_up(node)
+        return wanted
+
+    def snapshot(self, node: str, snapshot: KvSnapshot) -> bool:
+        """The node's pages. False when another snapshot is needed."""
+        record = self.nodes.get(node)
+        if record is None or snapshot.incarnation != record.incarnation:
+            return True  # of another life of the node: not of interest any more
+        self.stats["snapshots"] += 1
+        done = self.follower.snapshot(node, snapshot)
+        if done:
+            self._caught_up(node)
+        return done
+
+    def _caught_up(self, node: str) -> None:
+        read = self._read.get(node)
+        record = self.nodes[node]
+        if read is not None and read[1] > record.seq:
+            record.position, record.seq = read
+            self._dirty_nodes.add(node)
+
+    def _pages_stored(self, node: str, _: PageArray) -> None:
+        self.counts.stored(node)
+
+    def _pages_reset(self, node: str) -> None:
+        if not self.follower.synced(node):
+            return
+        before = self._before_gap.pop(node, None)
+        if before is not None:
+            self.counts.evicted(node, before[~self.index.holds(node, before)])
+        self.counts.stored(node)
+
+    # ------------------------------------------------------------------------- nodes
+
+    def registered(self, infos: dict[str, NodeInfo], wall_s: float) -> Registry:
+        """Compare with the registry's live nodes."""
+        begun: list[str] = []
+        for node, info in infos.items():
+            self._absent_since.pop(node, None)
+            record = self.nodes.get(node)
+            if record is None:
+                self.nodes[node] = NodeRecord(info.incarnation, info.phase, info.epoch, info.started_t)
+                self.counts.switched(node, None, info.phase)
+            elif record.incarnation != info.incarnation:
+                self._drop_pages(node)
+                self.nodes[node] = NodeRecord(
+                    info.incarnation, info.phase, info.epoch, info.started_t, record.position
+                )
+                self.stats["restarts"] += 1
+            else:
+                self._compare_epochs(info, record, wall_s)
+                continue
+            begun.append(node)
+            self._dirty_nodes.add(node)
+            self._full.add(node)
+        lost: list[str] = []
+        for node in {*self.nodes, *self.counts.nodes()} - set(infos):
+            if wall_s - self._absent_since.setdefault(node, wall_s) >= self._grace_s:
+                lost.append(node)
+        for node in lost:
+            self._drop_pages(node)
+            self.nodes.pop(node, None)
+            self._dirty_nodes.add(node)
+            self._absent_since.pop(node, None)
+            self._behind_since.pop(node, None)
+            self._full.discard(node)
+            self.stats["lost"] += 1
+        return Registry(begun, lost)
+
+    def _compare_epochs(self, info: NodeInfo, record: NodeRecord, wall_s: float) -> None:
+        if info.epoch <= record.epoch:
+            self._behind_since.pop(info.node, None)
+        elif wall_s - self._behind_since.setdefault(info.node, wall_s) >= ACK_PATIENCE_S:
+            self._switched(info.node, info.phase, info.epoch)
+
+    def _drop_pages(self, node: str) -> None:
+        self._before_gap.pop(node, None)
+        self._read.pop(node, None)
+        self.follower.lost(node)
+        self.counts.drop_node(node)
+
+    def unsynced(self) -> list[str]:
+        """Registered nodes whose pages are unknown."""
+        return [node for node in self.nodes if not self.follower.synced(node)]
+
+    def want_full(self) -> None:
+        """A new leader tells every node its whole set."""
+        self._full.update(self.nodes)
+
+    # ------------------------------------------------------------------------- what to write and to send
+
+    @property
+    def urgent(self) -> bool:
+        """Something other than positions waits for `take`."""
+        return bool(
+            self._dirty_branches or self._full or self._wanted or self._dirty_ended or self.counts.changed
+        )
+
+    @property
+    def dirty(self) -> bool:
+        """Something waits for `take`."""
+        return self.urgent or self._dirty_positions or bool(self._dirty_nodes)
+
+    def take(self) -> Batch:
+        """What changed since the call before."""
+        changes = self.counts.take_changes()
+        commit = Commit(counts={node: found.counts for node, found in changes.items()})
+        for name in self._dirty_branches | self.counts.take_touched():
+            branch = self.table.get(name)
+            commit.branches[name] = None if branch is None else _encode(self._record(branch))
+        for name, first in self._dirty_paths.items():
+            path = self.table.path(name)
+            if first < path.size or not first:
+                commit.paths[name] = (first, pack_pages(path[first:]))
+        commit.state["streams"] = _encode(self.positions)
+        commit.state["producers"] = _encode(self._producers)
+        if self._dirty_ended:
+            commit.state["ended"] = _encode(self.table.ended)
+        for node in self._dirty_nodes:
+            record = self.nodes.get(node)
+            commit.state[f"node:{node}"] = None if record is None else _encode(record)
+        batch = Batch(commit, changes, self._full & set(self.nodes), list(self._wanted))
+        self._full.difference_update(batch.full)
+        self._wanted.clear()
+        self._dirty_branches.clear()
+        self._dirty_paths.clear()
+        self._dirty_nodes.clear()
+        self._dirty_positions = self._dirty_ended = False
+        return batch
+
+    def _record(self, branch: Branch) -> BranchRecord:
+        return BranchRecord(
+            version=branch.version,
+            path_pages=branch.path.size,
+            last_t=branch.last_t,
+            request_t=branch.request_t,
+            placed=branch.placed,
+            counted={
+                node: CountedRecord(c.pages, c.phases, sorted(c.holes))
+                for node, c in self.counts.of(branch.name).items()
+            },
+            pending=self.counts.pending_of(branch.name),
+        )
+
+    def restore(self, stored: Stored) -> tuple[int, int]:
+        """Continue from what was written, in a new object. Returns how many branch records could not be read,
+        and how many saved counts differ from what the records say: `take` then writes them anew."""
+        state = stored.state
+        if "streams" in state:
+            self.positions.update(_positions.decode(state["streams"]))
+        if "producers" in state:
+            self._producers = _numbers.decode(state["producers"])
+        for field, blob in state.items():
+            if field.startswith("node:"):
+                self.nodes[field.removeprefix("node:")] = _node_records.decode(blob)
+        records: dict[str, BranchRecord] = {}
+        branches: list[Branch] = []
+        unreadable = 0
+        for name, blob in stored.branches.items():
+            try:
+                record = _branch_records.decode(blob)
+                path = unpack_pages(stored.paths[name])[: record.path_pages]
+            except (msgspec.DecodeError, KeyError, ValueError):
+                unreadable += 1
+                self._dirty_branches.add(name)
+                continue
+            records[name] = record
+            branches.append(
+                Branch(name, record.version, path, record.last_t, record.request_t, record.placed)
+            )
+        self.table.restore(branches, _times.decode(state["ended"]) if "ended" in state else {})
+        for branch in branches:
+            record = records[branch.name]
+            counted = {n: Counted(c.pages, c.phases, set(c.holes)) for n, c in record.counted.items()}
+            self.counts.restore(branch.name, counted, record.pending, branch.path)
+        self.counts.take_changes()
+        self.counts.take_touched()
+        differ = 0
+        for node in {*stored.counts, *self.counts.nodes()}:
+            differ += self.counts.expect(node, stored.counts.get(node, {}))
+        return unreadable, differ
