@@ -19,8 +19,6 @@ from __future__ import annotations
 import gzip
 import lzma
 import math
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +26,8 @@ from typing import BinaryIO, cast
 
 import msgspec
 import numpy as np
+
+from loadtest.files import whole_file
 
 BLOCK_TOKENS = 64
 MODEL = "synthetic-agent"
@@ -264,18 +264,9 @@ def write_trace(path: str, shape: Shape) -> None:
     if target.suffix not in (".jsonl", ".gz", ".xz"):
         raise GenerateError(f"{path}: must end in .jsonl, .jsonl.gz or .jsonl.xz")
     try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "wb") as raw, _compressed(raw, target.suffix) as file:
-                for text in sessions(shape):
-                    file.write(text + b"\n")
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(name, 0o666 & ~umask)
-            os.replace(name, target)
-        except BaseException:
-            os.unlink(name)
-            raise
+        with whole_file(target) as raw, _compressed(raw, target.suffix) as file:
+            for text in sessions(shape):
+                file.write(text + b"\n")
     except OSError as error:
         raise GenerateError(f"{path}: cannot be written: {error.strerror or error}") from None
 

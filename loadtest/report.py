@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from loadtest.files import whole_file
 from loadtest.tally import Tally
 
 Setting = str | int | float | bool | None
@@ -145,20 +146,8 @@ def check_writable(path: str) -> None:
 
 def write_report(path: str, report: Report) -> None:
     """Raises OSError; then the file is as it was before."""
-    target = Path(path)
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text)
-        # mkstemp makes private files; a report is as readable as any file written here.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with whole_file(path) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
 
 
 # --------------------------------------------------------------------------------- table

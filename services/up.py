@@ -177,6 +177,7 @@ class Supervisor:
         while not self._stopping.is_set():
             started = time.monotonic()
             with child.log.open("ab") as log:
+                begin = log.tell()
                 child.process = await asyncio.create_subprocess_exec(
                     *child.argv,
                     stdin=asyncio.subprocess.DEVNULL,
@@ -193,7 +194,7 @@ class Supervisor:
                 wait_s = RESTART_FIRST_S
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             self.say(f"{child.name} ended ({how}); starting it again in {wait_s:g} s")
-            for line in _tail(child.log):
+            for line in _tail(child.log, begin):
                 self.say(f"    {line}")
             child.restarts += 1
             await asyncio.sleep(wait_s)
@@ -271,9 +272,10 @@ def _claim_port(host: str, port: int, flag: str) -> int:
     return port
 
 
-def _tail(log: Path, lines: int = 5) -> list[str]:
+def _tail(log: Path, begin: int, lines: int = 5) -> list[str]:
+    """The last lines of the log after byte `begin`."""
     try:
-        return log.read_text(errors="replace").splitlines()[-lines:]
+        return log.read_bytes()[begin:].decode(errors="replace").splitlines()[-lines:]
     except OSError:
         return []
 

@@ -116,7 +116,8 @@ def prompt_ids(prompt: bytes | msgspec.Raw) -> TokenArray | None:
                 400, "One request takes one prompt; send several requests for several.", param="prompt"
             )
     try:
-        ids = np.array(_ids_decoder.decode(text), dtype=np.int64)
+        decoded = _ids_decoder.decode(text)
+        ids = np.fromiter(decoded, dtype=np.int64, count=len(decoded))
     except (msgspec.DecodeError, OverflowError):
         raise ApiError(
             400, "prompt must be a string or a list of token ids (integers).", param="prompt"

@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -107,6 +108,15 @@ class Service:
         """End the service as SIGTERM would."""
         self._stop.set()
 
+    async def _cancel(self, tasks: set[asyncio.Task[Any]]) -> None:
+        """Cancel and wait, SHUTDOWN_S at most. Again every second: before Python 3.12 `asyncio.wait_for`, which
+        redis-py uses, loses a cancellation that comes as the awaited call ends."""
+        deadline = time.monotonic() + SHUTDOWN_S
+        while tasks and time.monotonic() < deadline:
+            for task in tasks:
+                task.cancel()
+            _, tasks = await asyncio.wait(tasks, timeout=1.0)
+
     def _task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None and self._failure is None:
@@ -189,19 +199,13 @@ class Service:
             await asyncio.wait({main, stopped}, return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
             self._started = False
-            while not main.done():
-                # a library that swallows a cancellation must not keep the process alive
-                main.cancel()
-                await asyncio.wait({main}, timeout=1.0)
+            await self._cancel({main})
             with contextlib.suppress(BusError, TimeoutError):
                 async with asyncio.timeout(SHUTDOWN_S):
                     await self.shutdown()
                     await self.unregister()
         finally:
-            for task in list(self._tasks):
-                task.cancel()
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=SHUTDOWN_S)
+            await self._cancel(set(self._tasks))
             await runner.cleanup()
             await self.http.close()
             await self.bus.close()

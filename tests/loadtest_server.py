@@ -39,6 +39,7 @@ class FakeServer:
 
     delay_s: from a request's arrival to its first chunk. token_ids: whether chunks carry them.
     refusals: answers given instead, in order, before any is served. broken: streams that stop in the middle.
+    raw: what to stream instead, in these writes.
     """
 
     def __init__(self, *, delay_s: float = 0.0, token_ids: bool = True, page_size: int = 64) -> None:
@@ -47,6 +48,7 @@ class FakeServer:
         self.page_size = page_size
         self.refusals: list[tuple[int, dict[str, str]]] = []
         self.broken = 0
+        self.raw: list[bytes] | None = None
         self.cluster: dict[str, object] | None = None
         self.requests: list[Seen] = []
         self.ended: list[str] = []
@@ -111,6 +113,11 @@ class FakeServer:
         output = self._random.integers(32, 127, body["max_tokens"]).astype(np.int32)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if self.raw is not None:
+            for piece in self.raw:
+                await response.write(piece)
+            await response.write_eof()
+            return response
         for part in np.array_split(output, min(3, output.size)):
             choice: dict[str, object] = {"index": 0, "text": bytes(part.tolist()).decode()}
             if self.token_ids:

@@ -50,21 +50,18 @@ def slice_(
 def node_info(
     node: str, phase: Phase = BOTH, epoch: int = 0, profile: str = "tiny", **more: object
 ) -> NodeInfo:
-    fields = {"incarnation": f"{node}-1", **more}
-    return NodeInfo(
-        node=node,
-        url=f"http://{node}",
-        model="m",
-        profile=profile,
-        page_size=16,
-        max_context=8192,
-        l1_tokens=8192,
-        l2_tokens=32768,
-        chunk_tokens=256,
-        phase=phase,
-        epoch=epoch,
-        **fields,
-    )
+    fields = {
+        "url": f"http://{node}",
+        "incarnation": f"{node}-1",
+        "model": "m",
+        "page_size": 16,
+        "max_context": 8192,
+        "l1_tokens": 8192,
+        "l2_tokens": 32768,
+        "chunk_tokens": 256,
+        **more,
+    }
+    return NodeInfo(node=node, phase=phase, epoch=epoch, profile=profile, **fields)
 
 
 def prefill_record(model: PrefillModel, t_uc: int, t_c: int, t_rst: int = 0, error: float = 1.0) -> Iteration:

@@ -55,7 +55,7 @@ def test_order_equals_the_algorithm(actions: list[tuple[str, object]], by_count:
     for action, what in actions:
         match action, what:
             case "add", int(page):
-                order.add(page)
+                order.add_path([page])
                 naive.access(page)
             case "remove", int(page) if page in naive.last:
                 order.remove(page)
@@ -67,10 +67,10 @@ def test_order_equals_the_algorithm(actions: list[tuple[str, object]], by_count:
                 for page in reversed(path):
                     naive.access(page)
             case "pin", int(page) if page in naive.last:
-                order.pin(page)
+                order.pin_path([page])
                 naive.pins[page] = naive.pins.get(page, 0) + 1
             case "unpin", int(page) if naive.pins.get(page):
-                order.unpin(page)
+                order.unpin_path([page])
                 naive.pins[page] -= 1
                 if not naive.pins[page]:
                     del naive.pins[page]
@@ -83,8 +83,8 @@ def test_order_equals_the_algorithm(actions: list[tuple[str, object]], by_count:
                 naive.positive = set(positive)
             case "evict", _:
                 assert order.evict() == naive.evict()
-        assert set(order.pages) == set(naive.last)
-        assert order.evictable_pages == sum(1 for page in naive.last if not naive.pins.get(page))
+        assert set(order.present) == set(naive.last)
+        assert order.pins == naive.pins
         assert order.counted_pages == len(naive.positive & set(naive.last))
         assert order.absent_counted == len(naive.positive - set(naive.last))
     while (expected := naive.evict()) is not None:
@@ -94,16 +94,14 @@ def test_order_equals_the_algorithm(actions: list[tuple[str, object]], by_count:
 
 def test_deeper_pages_of_a_path_leave_first() -> None:
     order = EvictionOrder()
-    for page in (1, 2, 3, 4):
-        order.add(page)
-    order.touch_path([1, 2, 3, 4])
+    order.add_path([1, 2, 3, 4])
     assert [order.evict().page for _ in range(4)] == [4, 3, 2, 1]  # type: ignore[union-attr]
 
 
 def test_zero_counts_leave_before_older_positive_ones_and_keep_their_age() -> None:
     order = EvictionOrder()
     for page in (1, 2, 3, 4):
-        order.add(page)
+        order.add_path([page])
     order.set_counts([1, 2, 3], [])
     order.set_counts([], [2])  # compaction dropped page 2: as old as it was, so before page 4
     assert [order.evict() for _ in range(4)] == [(2, False), (4, False), (1, True), (3, True)]
@@ -114,16 +112,16 @@ def test_a_flag_waits_for_its_page_within_a_bound() -> None:
     order.set_counts([10, 11, 12, 13], [])
     assert order.absent_counted == 3 and not order.is_counted(10)
     for page in (13, 10, 9):
-        order.add(page)
+        order.add_path([page])
     assert [order.evict() for _ in range(3)] == [(10, False), (9, False), (13, True)]
 
 
 def test_wrong_use_is_refused() -> None:
     order = EvictionOrder()
     with pytest.raises(KeyError):
-        order.pin(1)
+        order.pin_path([1])
     with pytest.raises(KeyError):
-        order.unpin(1)
+        order.unpin_path([1])
     with pytest.raises(KeyError):
         order.remove(1)
 
@@ -134,9 +132,9 @@ def test_stale_entries_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for page in range(2000):
         # Counted pages that go by `remove` leave entries in a heap from which nothing is ever evicted.
         order.set_counts([page], [])
-        order.add(page)
+        order.add_path([page])
         order.remove(page)
     assert len(order) == 0
     assert sum(len(heap) for heap in order._heaps) < 50
-    order.add(7)
+    order.add_path([7])
     assert order.evict() == (7, True)

@@ -219,8 +219,9 @@ class Directory:
 
     def _switched(self, node: str, phase: Phase, epoch: int) -> None:
         record = self.nodes.get(node)
-        if record is None or epoch <= record.epoch:
+        if record is None or epoch < record.epoch:
             return
+        # At the same epoch: the node was first seen while it drained.
         before, record.phase, record.epoch = record.phase, phase, epoch
         self._dirty_nodes.add(node)
         self._behind_since.pop(node, None)
@@ -243,7 +244,8 @@ class Directory:
         self._read[node] = (event.position, event.seq)
         if self.follower.synced(node):
             self._before_gap.pop(node, None)
-            if isinstance(event.message, PagesCleared):
+            # A node's first event clears what it never had; placements may already count on it.
+            if isinstance(event.message, PagesCleared) and event.seq > 1:
                 counted = self.counts.positive(node)
                 self.counts.evicted(node, counted[~self.index.holds(node, counted)])
             self._caught_up(node)
@@ -301,10 +303,12 @@ class Directory:
             begun.append(node)
             self._dirty_nodes.add(node)
             self._full.add(node)
-        lost: list[str] = []
-        for node in {*self.nodes, *self.counts.nodes()} - set(infos):
-            if wall_s - self._absent_since.setdefault(node, wall_s) >= self._grace_s:
-                lost.append(node)
+        absent = {*self.nodes, *self.counts.nodes()} - set(infos)
+        lost = [
+            node
+            for node in sorted(absent)
+            if wall_s - self._absent_since.setdefault(node, wall_s) >= self._grace_s
+        ]
         for node in lost:
             self._drop_pages(node)
             self.nodes.pop(node, None)
@@ -316,7 +320,7 @@ class Directory:
         return Registry(begun, lost)
 
     def _compare_epochs(self, info: NodeInfo, record: NodeRecord, wall_s: float) -> None:
-        if info.epoch <= record.epoch:
+        if info.epoch < record.epoch or info.phase is record.phase:
             self._behind_since.pop(info.node, None)
         elif wall_s - self._behind_since.setdefault(info.node, wall_s) >= ACK_PATIENCE_S:
             self._switched(info.node, info.phase, info.epoch)

@@ -311,8 +311,8 @@ class PlannerService(Service):
         if blob != self._saved:
             await self.bus.save("planner", blob)
             self._saved = blob
-        if core.learner.samples and time.monotonic() >= self._samples_due:
-            kept = SavedSamples(reader.positions.get("iterations", "0"), core.learner.samples)
+        if "iterations" in reader.positions and time.monotonic() >= self._samples_due:
+            kept = SavedSamples(reader.positions["iterations"], core.learner.samples)
             await self.bus.save("planner-samples", msgspec.msgpack.encode(kept))
             self._samples_due = time.monotonic() + SAMPLES_S
 

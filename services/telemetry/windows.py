@@ -63,7 +63,7 @@ class SliceBuilder:
     def __init__(self, *, start_t: float, slice_s: float = 60.0, grace_s: float, stale_s: float) -> None:
         self.slice_s, self.grace_s, self.stale_s = slice_s, grace_s, stale_s
         self.dropped = 0  # records whose slice was closed, or is too far ahead
-        self._next = math.ceil(start_t / slice_s)  # the oldest slice that is not closed
+        self._first = self._next = math.ceil(start_t / slice_s)  # the oldest slice that is not closed
         self._open: dict[int, _Open] = {}
         self._last: dict[str, _Last] = {}
 
@@ -75,7 +75,7 @@ class SliceBuilder:
     def _at(self, t: float) -> _Open | None:
         index = math.floor(t / self.slice_s)
         if not self._next <= index < self._next + MOST_OPEN:
-            self.dropped += 1
+            self.dropped += index >= self._first  # what lies before the start is no loss
             return None
         return self._open.setdefault(index, _Open())
 

@@ -1,0 +1,1 @@
+"""The worker process: one node of the cluster, with its engine."""

@@ -59,14 +59,20 @@ class NodeCache:
 
     def held(self, path: Sequence[int]) -> int:
         """Leading pages of the path that are in L1 or L2."""
-        l1, l2 = self._l1, self._l2
+        l1, l2 = self._l1.present, self._l2.present
         for at, page in enumerate(path):
             if page not in l1 and page not in l2:
                 return at
         return len(path)
 
+    def read(self, path: Sequence[int]) -> int:
+        """`held`, and an access of these pages in host memory: a peer is about to copy them."""
+        held = self.held(path)
+        self._touch_host(path[:held])
+        return held
+
     def pages(self, tier: Tier) -> list[int]:
-        return list((self._l1 if tier is Tier.L1 else self._l2).pages)
+        return list((self._l1 if tier is Tier.L1 else self._l2).present)
 
     @property
     def l1_used(self) -> int:
@@ -75,7 +81,7 @@ class NodeCache:
 
     @property
     def l1_pinned(self) -> int:
-        return self._l1.pinned_pages
+        return len(self._l1.pins)
 
     @property
     def l1_room(self) -> int:
@@ -90,7 +96,7 @@ class NodeCache:
     @property
     def l1_available(self) -> int:
         """Pages that a new lease may take: free ones and those that may be evicted."""
-        return self.l1_pages - self._l1.pinned_pages - self._room
+        return self.l1_pages - len(self._l1.pins) - self._room
 
     @property
     def l2_used(self) -> int:
@@ -98,7 +104,7 @@ class NodeCache:
 
     @property
     def l2_pinned(self) -> int:
-        return self._l2.pinned_pages
+        return len(self._l2.pins)
 
     @property
     def l2_counted(self) -> int:
@@ -109,7 +115,7 @@ class NodeCache:
         """Pages of the tier with R > 0."""
         if tier is Tier.L2:
             return self._l2.counted_pages
-        return sum(1 for page in self._l1.pages if self._l2.is_counted(page))
+        return sum(1 for page in self._l1.present if self._l2.is_counted(page))
 
     def take_changes(self) -> list[KvChange]:
         """The changes since the last call, in order."""
@@ -126,28 +132,21 @@ class NodeCache:
         """
         if not len(path) <= total_pages <= self.l1_pages:
             raise ValueError(f"{total_pages} pages for a path of {len(path)}, of {self.l1_pages} in all")
-        l1 = self._l1
+        l1, pins = self._l1.present, self._l1.pins
         held = list(path[: self.held(path)])
-        if not self._fits(held, total_pages):
-            return None
         absent = [page for page in held if page not in l1]
-        pinned = len(held) - len(absent)
-        for page in held:
-            if page in l1:
-                l1.pin(page)
-        self._make_room(total_pages - pinned)
+        taken = total_pages - len(held) + len(absent)
+        unpinned = sum(1 for page in held if page in l1 and page not in pins)
+        if taken > self.l1_available - unpinned:
+            return None
+        self._l1.pin_path([page for page in held if page in l1] if absent else held)
+        self._make_room(taken)
         self._room += total_pages - len(held)
         self._enter_l1(absent)
-        for page in absent:
-            l1.pin(page)
-        l1.touch_path(held)
-        self._l2.touch_path([page for page in held if page in self._l2])
+        self._l1.pin_path(absent)
+        self._l1.touch_path(held)
+        self._touch_host(held)
         return Lease(held, total_pages - len(held), len(absent))
-
-    def _fits(self, held: Sequence[int], total_pages: int) -> bool:
-        present = [page for page in held if page in self._l1]
-        unpinned = sum(1 for page in present if not self._l1.is_pinned(page))
-        return total_pages - len(present) <= self.l1_available - unpinned
 
     def write(self, lease: Lease, pages: Sequence[int]) -> None:
         """The next pages of the lease's path have KV now, in its room.
@@ -159,16 +158,15 @@ class NodeCache:
             raise ValueError(f"{len(pages)} pages do not fit into a lease with room for {lease.room}")
         lease.room -= len(pages)
         self._room -= len(pages)
-        self._enter_l1([page for page in dict.fromkeys(pages) if page not in self._l1])
-        for page in pages:
-            self._l1.pin(page)
+        l1 = self._l1.present
+        self._enter_l1([page for page in pages if page not in l1])
+        self._l1.pin_path(pages)
         lease.pages.extend(pages)
 
     def release(self, lease: Lease) -> None:
         """Give up pins and room; pages stay held until evicted. A second release does nothing."""
-        for page in reversed(lease.pages):
-            self._l1.unpin(page)
-        self._l2.touch_path([page for page in lease.pages if page in self._l2])
+        self._l1.unpin_path(lease.pages)
+        self._touch_host(lease.pages)
         self._room -= lease.room
         lease.pages, lease.room = [], 0
 
@@ -185,8 +183,7 @@ class NodeCache:
         self._changed(False, Tier.L1, gone)
 
     def _enter_l1(self, pages: Sequence[int]) -> None:
-        for page in reversed(pages):
-            self._l1.add(page)
+        self._l1.add_path(pages)
         self._changed(True, Tier.L1, pages)
         self._enter_l2(pages)
 
@@ -197,27 +194,29 @@ class NodeCache:
 
         Returns the leading pages that are pinned now: fewer when all of L2 is pinned.
         """
-        self._l2.touch_path([page for page in pages if page in self._l2])
+        self._touch_host(pages)
         self._enter_l2(pages)
-        pinned: list[int] = []
-        for page in pages:
-            if page not in self._l2:
-                break
-            self._l2.pin(page)
-            pinned.append(page)
+        host = self._l2.present
+        absent = next((at for at, page in enumerate(pages) if page not in host), len(pages))
+        pinned = list(pages[:absent])
+        self._l2.pin_path(pinned)
         return pinned
 
     def unpin_host(self, pages: Sequence[int]) -> None:
-        for page in reversed(pages):
-            self._l2.unpin(page)
+        self._l2.unpin_path(pages)
+
+    def _touch_host(self, path: Sequence[int]) -> None:
+        host = self._l2.present
+        self._l2.touch_path([page for page in path if page in host])
 
     def _enter_l2(self, pages: Sequence[int]) -> None:
-        new = [page for page in pages if page not in self._l2]
-        fit = min(len(new), self.l2_pages - self._l2.pinned_pages)
+        host = self._l2.present
+        new = [page for page in pages if page not in host]
+        fit = min(len(new), self.l2_pages - len(self._l2.pins))
         self.unwritten_pages += len(new) - fit
         new = new[:fit]
         gone: list[int] = []
-        for _ in range(len(new) - (self.l2_pages - len(self._l2))):
+        for _ in range(len(new) - (self.l2_pages - len(host))):
             victim = self._l2.evict()
             if victim is None:
                 break
@@ -226,8 +225,7 @@ class NodeCache:
             if victim.page not in self._l1:
                 self._l2.forget(victim.page)
         self._changed(False, Tier.L2, gone)
-        for page in reversed(new):
-            self._l2.add(page)
+        self._l2.add_path(new)
         self._changed(True, Tier.L2, new)
 
     # ------------------------------------------------------------------------------ counts

@@ -15,7 +15,7 @@ dictionary write, an eviction amortised O(log n), and a page whose flag changes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
@@ -50,9 +50,14 @@ class EvictionOrder:
         return page in self._last
 
     @property
-    def pages(self) -> Collection[int]:
-        """The present pages, a live view."""
-        return self._last.keys()
+    def present(self) -> Mapping[int, int]:
+        """T of every present page: a live view, to ask for many pages at the price of a dictionary."""
+        return self._last
+
+    @property
+    def pins(self) -> Mapping[int, int]:
+        """Number of pins of every pinned page: a live view."""
+        return self._pins
 
     @property
     def counted_pages(self) -> int:
@@ -60,20 +65,9 @@ class EvictionOrder:
         return len(self._counted)
 
     @property
-    def pinned_pages(self) -> int:
-        return len(self._pins)
-
-    @property
-    def evictable_pages(self) -> int:
-        return len(self._last) - len(self._pins)
-
-    @property
     def absent_counted(self) -> int:
         """Flags kept for pages that are not present."""
         return len(self._absent)
-
-    def is_pinned(self, page: int) -> bool:
-        return page in self._pins
 
     def is_counted(self, page: int) -> bool:
         """Whether R > 0 for the page, present or not."""
@@ -81,14 +75,15 @@ class EvictionOrder:
 
     # ------------------------------------------------------------------------------ presence and access
 
-    def add(self, page: int) -> None:
-        """The page is present from now on; adding it again is an access."""
-        if page not in self._last and page in self._absent:
-            del self._absent[page]
-            self._counted.add(page)
-        self._now += 1
-        self._last[page] = self._now
-        self._enqueue(page)
+    def add_path(self, path: Sequence[int]) -> None:
+        """The pages are present from now on, accessed last page first; adding one again is an access."""
+        if self._absent:
+            for page in path:
+                if page in self._absent:
+                    del self._absent[page]
+                    self._counted.add(page)
+        self._access(path)
+        self._enqueue(path)
 
     def remove(self, page: int) -> None:
         """The page is gone, pinned or not; its flag is kept as an absent page's. Raises KeyError when absent."""
@@ -100,25 +95,38 @@ class EvictionOrder:
 
     def touch_path(self, path: Sequence[int]) -> None:
         """Access the pages of a path, last page first. All must be present."""
-        self._last.update(zip(reversed(path), range(self._now + 1, self._now + 1 + len(path)), strict=True))
+        self._access(path)
+
+    def pin_path(self, path: Sequence[int]) -> None:
+        """Keep present pages until as many `unpin_path`. Raises KeyError, and pins none, when one is absent."""
+        last, pins = self._last, self._pins
+        for page in path:
+            if page not in last:
+                raise KeyError(page)
+        for page in path:
+            pins[page] = pins.get(page, 0) + 1
+
+    def unpin_path(self, path: Sequence[int]) -> None:
+        """End one pin of each page; where it was the last one that is an access, the path's last page first.
+
+        Raises KeyError for a page that has none.
+        """
+        pins = self._pins
+        free: list[int] = []
+        for page in path:
+            left = pins[page] - 1
+            if left:
+                pins[page] = left
+            else:
+                del pins[page]
+                free.append(page)
+        self._access(free)
+        self._enqueue(free)
+
+    def _access(self, path: Sequence[int]) -> None:
+        first = self._now + 1
         self._now += len(path)
-
-    def pin(self, page: int) -> None:
-        """Keep a present page until as many `unpin` calls. Raises KeyError when it is absent."""
-        if page not in self._last:
-            raise KeyError(page)
-        self._pins[page] = self._pins.get(page, 0) + 1
-
-    def unpin(self, page: int) -> None:
-        """End one pin. Raises KeyError when the page has none."""
-        left = self._pins[page] - 1
-        if left:
-            self._pins[page] = left
-            return
-        del self._pins[page]
-        self._now += 1
-        self._last[page] = self._now
-        self._enqueue(page)
+        self._last.update(zip(reversed(path), range(first, self._now + 1), strict=True))
 
     def evict(self) -> Victim | None:
         """Take out the next page to leave; None when every page is pinned."""
@@ -167,13 +175,13 @@ class EvictionOrder:
             self._keep_absent(page)
         elif page not in self._counted:
             self._counted.add(page)
-            self._enqueue(page)
+            self._enqueue((page,))
 
     def _set_zero(self, page: int) -> None:
         self._absent.pop(page, None)
         if page in self._counted:
             self._counted.discard(page)
-            self._enqueue(page)
+            self._enqueue((page,))
 
     def _keep_absent(self, page: int) -> None:
         self._absent[page] = None
@@ -185,16 +193,19 @@ class EvictionOrder:
     def _group(self, page: int) -> int:
         return 1 if self._by_count and page in self._counted else 0
 
-    def _enqueue(self, page: int) -> None:
-        group = self._group(page)
-        queued = self._queued[group]
-        if page in queued or page in self._pins:
-            return
-        heap = self._heaps[group]
-        if len(heap) > 2 * len(self._last) + _SLACK:
-            self._rebuild(group)
-        queued.add(page)
-        heappush(heap, (self._last[page], page))
+    def _enqueue(self, pages: Sequence[int]) -> None:
+        """Give present pages their entry, where they have none and are not pinned."""
+        pins, last, counted, by_count = self._pins, self._last, self._counted, self._by_count
+        for page in pages:
+            group = 1 if by_count and page in counted else 0
+            queued = self._queued[group]
+            if page in queued or page in pins:
+                continue
+            queued.add(page)
+            heappush(self._heaps[group], (last[page], page))
+        for group in (0, 1):
+            if len(self._heaps[group]) > 2 * len(last) + _SLACK:
+                self._rebuild(group)
 
     def _rebuild(self, group: int) -> None:
         heap, queued = self._heaps[group], self._queued[group]

@@ -1,0 +1,1 @@
+"""How workers reach each other's KV pages."""

@@ -1,0 +1,321 @@
+"""One term of leadership: from what the last leader wrote until the lease is lost.
+
+Rules that hold here
+- A batch of events is written in one transaction before anything of it is sent to a worker. When Redis fails,
+  the same batch is written again; when the lease is lost, the term ends and what was not written is read again
+  by the next leader from the positions that were.
+- Events are applied in the order in which Redis took them, over all streams: an entry's position starts with
+  Redis' clock. So counts are a function of the streams' contents, not of when they were read.
+- Every worker gets its full set when the term begins, when it begins anew, and when it asks.
+- A node known from before is followed from the last event that was written, once its pages as of that event
+  are known (`rewind.py`); the term begins without it when that takes longer than RECOVERY_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import aiohttp
+import msgspec
+
+from services.directory.core import STREAMS, Batch, Directory, NodeRecord
+from services.directory.rewind import Rewind
+from shared.bus import BATCH, Backoff, BusError, Event, Lease, NotLeader, Publisher
+from shared.kvfollow import KV_STREAM
+from shared.messages import BranchPlaced, CountsChanged, CountsFull, KvSnapshot, PathWanted, pack_pages
+
+if TYPE_CHECKING:
+    from services.directory.service import DirectoryService
+
+READ_S = 0.5  # longest wait for events
+REGISTRY_S = 1.0  # between looks at the registry
+POSITIONS_S = 1.0  # positions alone are written this often
+RECOVERY_S = 2.0
+EVENTS_A_COMMIT = 2000
+MAX_HELD = 50_000  # events kept back for the order between streams
+SNAPSHOT_TIMEOUT_S = 10.0
+SNAPSHOTS_AT_ONCE = 8
+
+T = TypeVar("T")
+_snapshots = msgspec.msgpack.Decoder(KvSnapshot)
+
+
+class _Arrived(NamedTuple):
+    """A node's pages; None when there is nothing to take, the node being another by now."""
+
+    node: str
+    snapshot: KvSnapshot | None
+
+
+class _Counts(NamedTuple):
+    publisher: Publisher
+    task: asyncio.Task[None]
+
+
+class Term:
+    """`run` returns never; it raises NotLeader (in a group) when the lease is lost."""
+
+    def __init__(self, service: DirectoryService, lease: Lease) -> None:
+        self._service = service
+        self._bus, self._clock, self._log = service.bus, service.clock, service.log
+        self._lease = lease
+        settings = service.directory_settings
+        self.directory = Directory(settings.branch_idle_s, settings.node_grace_s)
+        self.begun = False
+        self.lag_s = 0.0  # wall seconds from Redis to here of the newest event applied
+        self._producer = f"{service.instance}.{lease.token}"
+        self._publishers: dict[str, _Counts] = {}
+        self._numbered = 0
+        self._followed: set[str] = set()  # nodes whose kv stream is read, or soon will be
+        self._fetching: set[str] = set()
+        self._slots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
+        self._arrived: deque[_Arrived] = deque()
+        self._held: list[Event] = []
+        self._written_s = 0.0
+        self._looked_s = 0.0
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            group.create_task(self._keep_lease(), name="lease")
+            await self._begin()
+            while True:
+                await self._turn()
+
+    # ------------------------------------------------------------------ life of the term
+
+    async def _keep_lease(self) -> None:
+        every_s = self._lease.ttl_s / 3
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                if not await self._lease.renew():
+                    raise NotLeader("the directory lease was lost")
+            except BusError as error:
+                self._log.warning("renew_failed", error=error)
+
+    async def _begin(self) -> None:
+        started = time.monotonic()
+        directory = self.directory
+        directory.stats = self._service.stats
+        unreadable, differ = directory.restore(await self._insist(self._bus.load_directory, "load"))
+        if unreadable or differ:
+            self._log.error("state_damaged", unreadable_branches=unreadable, wrong_counts=differ)
+        self._reader = self._bus.reader(dict(directory.positions))
+        self._resync = self._bus.publisher("resync", self._producer, maxlen=10_000)
+        self._group.create_task(self._resync.run(), name="publish resync")
+        await self._look_at_registry()
+        directory.want_full()
+        until = time.monotonic() + RECOVERY_S
+        while self._fetching and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        self._take_arrived()
+        self.begun = True
+        self._log.info(
+            "leading", term=self._lease.token, branches=len(directory.table), nodes=len(directory.nodes),
+            load_s=time.monotonic() - started,
+        )  # fmt: skip
+
+    async def _insist(self, command: Callable[[], Awaitable[T]], what: str) -> T:
+        backoff = Backoff()
+        while True:
+            try:
+                return await command()
+            except BusError as error:
+                self._log.warning("redis_failed", what=what, error=error)
+                await backoff.wait()
+
+    # ------------------------------------------------------------------ events
+
+    async def _turn(self) -> None:
+        """Read, apply, write, send."""
+        waiting = bool(self._held or self._arrived or self._fetching)
+        events = self._held + await self._reader.read(0.02 if waiting else READ_S)
+        self._held = []
+        self._take_arrived()
+        known = self.directory.nodes
+        if time.monotonic() - self._looked_s >= REGISTRY_S or any(
+            isinstance(event.message, BranchPlaced) or _unknown_producer(event, known) for event in events
+        ):
+            if await self._look_at_registry():
+                # What a new node published may belong before these.
+                self._held = events
+                return
+        events = self._in_order(events)
+        for start in range(0, len(events), EVENTS_A_COMMIT):
+            part = events[start : start + EVENTS_A_COMMIT]
+            now = self._clock.now()
+            for event in part:
+                self._service.events.labels(event.stream.partition(":")[0]).inc()
+                if self.directory.apply(event, now):
+                    self._want_snapshot(event.stream.removeprefix(KV_STREAM))
+            self.lag_s = max(0.0, time.time() - int(part[-1].position.partition("-")[0]) / 1000)
+            await self._write()
+        self.directory.expire(self._clock.now())
+        await self._write()
+
+    def _in_order(self, events: list[Event]) -> list[Event]:
+        """Events in the order of their positions; those that others may still precede are kept back."""
+        events.sort(key=_order)
+        if len(events) > MAX_HELD:
+            self._log.warning("order_given_up", events=len(events))
+            return events
+        read: dict[str, tuple[int, Event]] = {}
+        for event in events:
+            read[event.stream] = read.get(event.stream, (0, event))[0] + 1, event
+        # A stream that gave as much as a read may have has more, at later positions than these.
+        cuts = [_order(last) for count, last in read.values() if count >= BATCH]
+        if not cuts:
+            return events
+        cut = min(cuts)
+        ready = [event for event in events if _order(event) <= cut]
+        self._held = events[len(ready) :]
+        return ready
+
+    async def _write(self) -> None:
+        directory = self.directory
+        due = time.monotonic() - self._written_s >= POSITIONS_S
+        if not (directory.urgent or (due and directory.dirty)):
+            return
+        batch = directory.take()
+        started = time.monotonic()
+        await self._insist(lambda: self._bus.commit(self._lease, batch.commit), "commit")
+        self._written_s = time.monotonic()
+        self._service.batches.inc()
+        self._service.commit_s.observe(self._written_s - started)
+        self._send(batch)
+
+    def _send(self, batch: Batch) -> None:
+        for node in batch.full:
+            publisher = self._publisher(node)
+            publisher.publish(CountsFull(pack_pages(self.directory.counts.positive(node))))
+            self._service.resyncs.inc()
+        for node, change in batch.changes.items():
+            if node in self._publishers and node not in batch.full and (change.positive or change.zero):
+                self._publisher(node).publish(
+                    CountsChanged(pack_pages(change.positive), pack_pages(change.zero))
+                )
+        for branch in batch.wanted:
+            self._resync.publish(PathWanted(branch))
+
+    # ------------------------------------------------------------------ nodes
+
+    async def _look_at_registry(self) -> bool:
+        """Whether a node is now followed that was not."""
+        infos = await self._insist(self._bus.nodes, "list nodes")
+        self._looked_s = time.monotonic()
+        begun, lost = self.directory.registered(infos, self._looked_s)
+        added = False
+        for node in begun:
+            info = infos[node]
+            self._log.info("node_begun", node=node, incarnation=info.incarnation, phase=info.phase)
+            if node not in self._followed:
+                self._followed.add(node)
+                self._follow(node)
+                added = True
+        for node in infos:
+            self._publisher(node)
+            if node not in self._followed:
+                self._followed.add(node)
+                self._spawn_fetch(node, self._recover)
+        for node in lost:
+            self._log.warning("node_lost", node=node)
+            self._followed.discard(node)
+            self._reader.remove(KV_STREAM + node)
+            publisher = self._publishers.pop(node, None)
+            if publisher is not None:
+                publisher.task.cancel()
+        return added
+
+    def _publisher(self, node: str) -> Publisher:
+        found = self._publishers.get(node)
+        if found is None:
+            # Readers drop what a producer numbered before, so each publisher is a producer of its own.
+            self._numbered += 1
+            publisher = self._bus.publisher(
+                f"counts:{node}", f"{self._producer}.{self._numbered}", maxlen=10_000, capacity=5_000
+            )
+            task = self._group.create_task(publisher.run(), name=f"publish counts:{node}")
+            found = self._publishers[node] = _Counts(publisher, task)
+        return found.publisher
+
+    def _follow(self, node: str) -> None:
+        """Read the node's kv events from the last one that was applied."""
+        record = self.directory.nodes.get(node)
+        if record is not None:
+            self._reader.add(KV_STREAM + node, record.position)
+
+    def _take_arrived(self) -> None:
+        while self._arrived:
+            node, snapshot = self._arrived.popleft()
+            again = snapshot is not None and not self.directory.snapshot(node, snapshot)
+            self._follow(node)
+            if again:
+                self._want_snapshot(node)
+
+    def _want_snapshot(self, node: str) -> None:
+        self._spawn_fetch(node, self._fetch)
+
+    def _spawn_fetch(self, node: str, fetch: Callable[[str], Awaitable[KvSnapshot | None]]) -> None:
+        async def run() -> None:
+            try:
+                async with self._slots:
+                    self._arrived.append(_Arrived(node, await fetch(node)))
+            finally:
+                self._fetching.discard(node)
+
+        self._fetching.add(node)
+        self._group.create_task(run(), name=f"snapshot {node}")
+
+    async def _fetch(self, node: str) -> KvSnapshot | None:
+        """The node's pages; None when the node is gone."""
+        backoff = Backoff(first_s=0.1)
+        while True:
+            try:
+                info = (await self._bus.nodes()).get(node)
+                if info is not None:
+                    async with self._service.http.get(
+                        info.url + "/ei/v1/kv/snapshot",
+                        timeout=aiohttp.ClientTimeout(total=SNAPSHOT_TIMEOUT_S, sock_connect=3.0),
+                    ) as answer:
+                        answer.raise_for_status()
+                        return _snapshots.decode(await answer.read())
+                if node not in self.directory.nodes:
+                    return None
+            except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, BusError) as error:
+                self._log.warning("snapshot_failed", node=node, error=error)
+            await backoff.wait()
+
+    async def _recover(self, node: str) -> KvSnapshot | None:
+        """The node's pages as of its last event that was applied; None when it has begun anew or is gone."""
+        record = self.directory.nodes[node]
+        snapshot = await self._fetch(node)
+        if snapshot is None or snapshot.incarnation != record.incarnation:
+            return None
+        rewind = Rewind(record.seq, snapshot)
+        stream = KV_STREAM + node
+        reader = self._bus.reader({stream: record.position})
+        until = time.monotonic() + SNAPSHOT_TIMEOUT_S
+        while not rewind.done and time.monotonic() < until:
+            for event in await reader.read(0.2):
+                rewind.feed(event)
+        if rewind.broken or not rewind.done:
+            self._service.stats["recovery_gaps"] += 1
+            self._log.warning("kv_events_missing", node=node, after=record.seq, snapshot=snapshot.seq)
+        return rewind.result()
+
+
+def _order(event: Event) -> tuple[int, str, int]:
+    milliseconds, _, number = event.position.partition("-")
+    return int(milliseconds), event.stream, int(number or 0)
+
+
+def _unknown_producer(event: Event, known: dict[str, NodeRecord]) -> bool:
+    if event.stream in STREAMS:
+        return False
+    record = known.get(event.stream.removeprefix(KV_STREAM))
+    return record is None or event.producer != record.incarnation
