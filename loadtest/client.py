@@ -28,6 +28,9 @@ CONTROL_TIMEOUT_S = 10.0
 _MAX_EVENT_BYTES = 16 << 20
 
 
+_ABSENT = msgspec.Raw(b"")
+
+
 class ServerError(Exception):
     """The server cannot be used at all; the text is one line for the operator."""
 
@@ -79,7 +82,7 @@ class _Choice(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = _ABSENT
 
 
 class _ErrorDetail(msgspec.Struct):
@@ -254,7 +257,7 @@ async def _read_stream(content: aiohttp.StreamReader, sent: float) -> Answer:
                 chunk = _chunk_decoder.decode(event)
             except msgspec.DecodeError:
                 raise RequestFailed("stream: an event that is no completion chunk") from None
-            if chunk.error is not None:
+            if bytes(chunk.error) not in (b"", b"null"):
                 raise RequestFailed(f"stream: {_error_kind(event)}")
             for choice in chunk.choices:
                 if first_s is None and (choice.text or choice.token_ids):

@@ -62,9 +62,14 @@ async def _show_bar(look: Callable[[], Progress], console: Console) -> None:
 
 
 async def _show_lines(look: Callable[[], Progress], console: Console) -> None:
+    def line() -> None:
+        now = look()
+        if now.done:
+            console.print(figures(now), soft_wrap=True, highlight=False)
+
     try:
         while True:
             await asyncio.sleep(LINE_PERIOD_S)
-            console.print(figures(look()), soft_wrap=True, highlight=False)
+            line()
     finally:
-        console.print(figures(look()), soft_wrap=True, highlight=False)
+        line()

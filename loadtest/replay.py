@@ -123,7 +123,7 @@ class Replay:
     async def _stop_in_time(self) -> None:
         if self.plan.duration_s is not None:
             await asyncio.sleep(self.plan.duration_s / self.speedup)
-            pass
+            self.stopping.set()
 
     def _trace_s(self, at: float) -> float:
         return (at - self._started) * self.speedup

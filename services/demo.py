@@ -27,7 +27,7 @@ class DemoSettings(UpSettings, kw_only=True):
     slice_s: Annotated[float, Doc("cluster seconds of a slice of the window")] = 30.0
     trace: Annotated[str, Doc("trace to replay")] = str(TRACE)
     agents: Annotated[int, Doc("agents at a time")] = 8
-    max_pause: Annotated[float, Doc("longest pause between steps, trace seconds")] = 60.0
+    max_pause: Annotated[float, Doc("longest pause between steps, trace seconds")] = 200.0
     report: Annotated[str, Doc("JSON file for the report")] = ""
     keep: Annotated[bool, Doc("leave the cluster running after the replay, until Ctrl-C")] = False
 

@@ -227,16 +227,17 @@ class Bus:
     # ------------------------------------------------------------------------- the directory's store
 
     async def commit(self, lease: Lease, commit: Commit) -> None:
-        """Write one batch of the directory in one transaction, only while `lease` is held.
+        """Write one batch of the directory in one transaction, unless another has taken the lease since.
 
-        Raises NotLeader when the lease is another's (nothing is written), BusError when Redis fails (the
+        Raises NotLeader when one has, or the lease was given up (nothing is written), BusError when Redis fails (the
         batch may or may not be written: all values are absolute, so it is safe to commit it again).
         """
-        lease_key = self.key("lease", lease.name)
+        # The fence, not the lease: it changes exactly when another takes the lease, and not when we renew it.
+        fence = self.key("fence", lease.name)
         try:
             async with self._redis.pipeline(transaction=True) as pipe:
-                await pipe.watch(lease_key)
-                if await pipe.get(lease_key) != lease.value:
+                await pipe.watch(fence)
+                if lease.token is None or await pipe.get(fence) != str(lease.token).encode():
                     raise NotLeader(f"the {lease.name} lease was lost")
                 pipe.multi()
                 for node, counts in commit.counts.items():

@@ -33,11 +33,12 @@ def made_up(nodes: int, *, t: float = 50_000.0, names: str = "n{}", seed: int = 
     view.ack(RoleAck(ids[prefill - 1], 3, P, RoleStage.SWITCHED, t - 2493.0, 5.5, 0.7))
     for i, node in enumerate(ids):
         phase = P if i < prefill else D
+        served = P if i == prefill else phase  # one drains, on its way to decode
         queue = [QueuedPrefill(f"q{k}", 4600, 0) for k in range(rng.randint(0, 7))] if phase is P else []
         decodes = [f"r{k}" for k in range(rng.randint(3, 40))] if phase is D else []
         pages = rng.randint(60_000, 128_000)
         state = NodeState(
-            node, t - 1.0 if i != nodes - 1 else t - 900.0, phase, 3, i == prefill, t, ["x"], queue, decodes,
+            node, t - 1.0 if i != nodes - 1 else t - 900.0, served, 3, i == prefill, t, ["x"], queue, decodes,
             len(decodes) * 120_000, 10_000, pages // 5, pages, rng.randint(pages // 3, pages),
         )  # fmt: skip
         view.state(state)
@@ -68,6 +69,8 @@ def made_up(nodes: int, *, t: float = 50_000.0, names: str = "n{}", seed: int = 
                 0 if warm else nodes - (prefill - 1 if at < t - 2500 and prefill > 1 else prefill),
                 max(0, int(6 + 5 * wave + rng.uniform(-2, 2))),
                 int(60 + 14 * wave + rng.uniform(-4, 4)),
+                6.2 + 0.9 * wave,
+                14 + 3 * wave + rng.uniform(-1, 1),
             )
         )
     return view

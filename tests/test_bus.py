@@ -167,6 +167,25 @@ async def test_commit_is_absolute_fenced_and_loads_back(redis_url, cluster_name)
     await bus.close()
 
 
+async def test_renewing_the_lease_during_a_commit_is_no_loss_of_it(redis_url, cluster_name):
+    bus = await Bus.connect(redis_url, cluster_name)
+    lease = bus.lease("directory", "one", 30.0)
+    await lease.acquire()
+    stop = False
+
+    async def renew():
+        while not stop:
+            assert await lease.renew()
+
+    renewing = asyncio.create_task(renew())
+    for i in range(100):
+        await bus.commit(lease, Commit(counts={"n1": {i: 1}}))
+    stop = True
+    await renewing
+    assert len((await bus.load_directory()).counts["n1"]) == 100
+    await bus.close()
+
+
 async def test_registry_lists_only_the_living(redis_url, cluster_name):
     bus = await Bus.connect(redis_url, cluster_name)
     info = m.NodeInfo("n1", "http://x", "i", "m", "tiny", 16, 100, 10, 40, 8, m.Phase.BOTH)

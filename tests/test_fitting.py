@@ -95,9 +95,9 @@ def test_frozen_models_do_not_change():
     learner.freeze(nodes)
     before = learner.fits(nodes)["n1"]
     feed(learner, "n1", slower=3.0)
+    assert learner.samples == {}
     assert learner.freeze(nodes) == []
     assert learner.fits(nodes)["n1"] == before
-    assert learner.samples == {}
 
 
 def test_a_node_that_comes_back_with_another_profile_is_learned_anew():

@@ -106,6 +106,16 @@ def test_a_count_survives_one_copy_and_goes_with_the_last() -> None:
     assert cache.counted(Tier.L1) == 0 and cache.l2_counted == 0
 
 
+def test_a_count_goes_with_the_last_copy_in_host_memory_too() -> None:
+    cache = NodeCache(1, 1)
+    cache.set_counts([1], [])
+    fill(cache, [1])
+    fill(cache, [2])  # page 1 leaves L1 first, then L2
+    assert cache.held([1]) == 0
+    fill(cache, [1])
+    assert cache.l2_counted == 0
+
+
 def test_all_of_l2_pinned_means_no_write_through() -> None:
     cache = NodeCache(4, 2)
     assert cache.receive([1, 2, 3]) == [1, 2]

@@ -173,6 +173,7 @@ async def test_a_restart_keeps_epoch_phases_and_models(nodes, settings):
         await eventually(lambda: nodes.plans)
         nodes.serve()
         await eventually(lambda: models_kept(planner, 3))
+        nodes.roles.publish(SplitWanted(1, 2))
         nodes.roles.publish(SplitWanted(2, 1, hold=True))
         await eventually(lambda: nodes.obeyed(2, 1))
         before = await eventually(lambda: _when(planner, lambda v: not v["draining"]))
@@ -184,7 +185,7 @@ async def test_a_restart_keeps_epoch_phases_and_models(nodes, settings):
             assert after[kept] == before[kept]
         await asyncio.sleep(1.2)  # a look at the registry later
         assert len(nodes.plans) == plans
-        # The wish was not read twice, and the next plan goes on from the epoch.
+        # No wish was read twice, and the next plan goes on from the epoch.
         nodes.roles.publish(SplitWanted(1, 2))
         await eventually(lambda: nodes.obeyed(1, 2))
         assert nodes.plans[-1].epoch == before["epoch"] + 1

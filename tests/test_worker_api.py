@@ -243,7 +243,8 @@ async def test_many_calls_at_once_share_iterations(worker: WorkerService, client
     async def one(number: int) -> str:
         prompt = f"{number} " * 20
         answer = await client.completions.create(model="m", prompt=prompt, max_tokens=200)
-        return answer.choices[0].text
+        text: str = answer.choices[0].text
+        return text
 
     alone = [await one(number) for number in range(3)]
     before = worker.engine.iterations[Phase.DECODE]

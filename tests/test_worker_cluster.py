@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -110,7 +109,7 @@ async def test_a_worker_registers_reports_and_leaves(
             states = await heard(bus, "state:w7", NodeState)
             return states[-1] if states and states[-1].l1_pages == 20 else None
 
-        last = await eventually(state)
+        last: Any = await eventually(state)
         assert (last.queue, last.decodes, last.l1_free_tokens) == ([], [], 512)
     assert await bus.nodes() == {}
 
@@ -218,10 +217,11 @@ async def test_a_phase_change_moves_the_queue_and_is_acknowledged(
         await eventually(lambda: w.scheduler.role.phase is Phase.DECODE)
 
         async def acks() -> list[Any]:
-            found = await heard(bus, "roles", RoleAck)
-            return found if len(found) == 2 else []
+            heard_acks = await heard(bus, "roles", RoleAck)
+            return heard_acks if len(heard_acks) == 2 else []
 
-        drained, switched = await eventually(acks)  # type: ignore[misc]
+        found: Any = await eventually(acks)
+        drained, switched = found
         assert (drained.node, drained.stage, drained.epoch, drained.phase) == (
             "n1",
             "drained",
@@ -373,4 +373,3 @@ async def test_a_node_without_a_name_takes_its_address(redis_url: str, cluster_n
     async with node(redis_url, cluster_name, "") as w:
         await eventually(lambda: bus.nodes())
         assert list(await bus.nodes()) == [w.node] == [w.url.removeprefix("http://").replace(":", "-")]
-        assert json.dumps(w.node)

@@ -138,13 +138,15 @@ class Term:
         self._held = []
         self._take_arrived()
         known = self.directory.nodes
-        if time.monotonic() - self._looked_s >= REGISTRY_S or any(
-            isinstance(event.message, BranchPlaced) or _unknown_producer(event, known) for event in events
-        ):
-            if await self._look_at_registry():
-                # What a new node published may belong before these.
-                self._held = events
-                return
+        if (
+            time.monotonic() - self._looked_s >= REGISTRY_S
+            or any(
+                isinstance(event.message, BranchPlaced) or _unknown_producer(event, known) for event in events
+            )
+        ) and await self._look_at_registry():
+            # What a new node published may belong before these.
+            self._held = events
+            return
         events = self._in_order(events)
         for start in range(0, len(events), EVENTS_A_COMMIT):
             part = events[start : start + EVENTS_A_COMMIT]

@@ -63,6 +63,15 @@ def split_of(phases: Mapping[str, Phase]) -> Split:
     return Split(of.count(Phase.PREFILL), of.count(Phase.DECODE))
 
 
+def split_text(phases: Mapping[str, Phase]) -> str:
+    """ "2P2D"; nodes that serve both are counted behind: "2P2D+1", or "4 collocated" when all do."""
+    split = split_of(phases)
+    both = len(phases) - split.prefill - split.decode
+    if both and both == len(phases):
+        return f"{both} collocated"
+    return f"{split}+{both}" if both else str(split)
+
+
 class Life(StrEnum):
     WARMUP = "warmup"
     SPLIT = "split"

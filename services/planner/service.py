@@ -20,7 +20,7 @@ from aiohttp import web
 
 from services.planner.core import CoreState, Outcome, PlannerCore
 from services.planner.fitting import NodeSamples
-from services.planner.roles import Life
+from services.planner.roles import Life, split_text
 from services.planner.settings import PlannerSettings
 from services.planner.view import plan_view
 from shared.bus import Backoff, BusError, Event, Reader
@@ -292,7 +292,7 @@ class PlannerService(Service):
         await self._save(core, reader)
         self._out.publish(plan)
         self._plans.inc()
-        self.log.info("plan", epoch=plan.epoch, split=str(core.roles.split), reason=plan.reason)
+        self.log.info("plan", epoch=plan.epoch, split=split_text(plan.phases), reason=plan.reason)
 
         models = core.told_models(plan.t)
         if models.models:

@@ -8,7 +8,7 @@ import msgspec
 
 from services.planner.core import PlannerCore, Refusal
 from services.planner.fitting import Fit
-from services.planner.roles import Life, Pending
+from services.planner.roles import Life, Pending, split_text
 from services.planner.split import Decision
 from shared.messages import Phase
 
@@ -54,7 +54,7 @@ def plan_view(core: PlannerCore, instance: str, t: float) -> PlanView:
         t=t,
         epoch=state.epoch,
         life=state.life,
-        split=str(core.roles.split),
+        split=split_text(core.roles.phases),
         target=str(state.target),
         phases=dict(state.phases),
         draining=dict(state.pending),

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from services.planner.roles import split_of, split_text
 from shared.messages import NodeInfo, NodeState, Outcome, Phase, RequestDone, RoleAck, RolePlan, RoleStage
 
 WINDOW_S = 120.0
@@ -84,6 +85,8 @@ class Point(NamedTuple):
     decode: int
     queue: int
     decodes: int
+    e2e_p50_s: float | None
+    e2e_p95_s: float | None
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -191,7 +194,7 @@ class ClusterView:
         self.plan = plan
         self.switches += moved > 0
         self.node_switches += moved
-        prefill, decode = _counts(plan.phases)
+        prefill, decode = split_of(plan.phases)
         last = self.splits[-1] if self.splits else None
         if (prefill or decode) and (last is None or (last.prefill, last.decode) != (prefill, decode)):
             self.splits.append(SplitChange(plan.t, prefill, decode))
@@ -261,8 +264,9 @@ class ClusterView:
             return None
         served = self._recent(t)
         ttft = _percentiles([request.ttft_s for request in served])
+        e2e = _percentiles([request.e2e_s for request in served])
         states = self._states.values()
-        prefill, decode = _counts({node.node: node.phase for node in self.node_views(t)})
+        prefill, decode = split_of({node.node: node.phase for node in self.node_views(t)})
         point = Point(
             t=t,
             req_per_s=self._rate(t, len(served)),
@@ -273,6 +277,8 @@ class ClusterView:
             decode=decode,
             queue=sum(len(state.queue) for state in states),
             decodes=sum(len(state.decodes) for state in states),
+            e2e_p50_s=e2e.p50,
+            e2e_p95_s=e2e.p95,
         )
         self.points.append(point)
         return point
@@ -290,20 +296,6 @@ class ClusterView:
             return 0.0
         # A cluster that has just begun is measured over its life, but never over a moment.
         return served / min(WINDOW_S, max(t - self._first_t, WINDOW_S / 10))
-
-
-def _counts(phases: Mapping[str, Phase]) -> tuple[int, int]:
-    of = list(phases.values())
-    return of.count(Phase.PREFILL), of.count(Phase.DECODE)
-
-
-def split_text(phases: Mapping[str, Phase]) -> str:
-    """ "2P2D"; nodes that serve both are counted behind: "2P2D+1", or "4 collocated" when all do."""
-    prefill, decode = _counts(phases)
-    both = len(phases) - prefill - decode
-    if both and not prefill and not decode:
-        return f"{both} collocated"
-    return f"{prefill}P{decode}D" + (f"+{both}" if both else "")
 
 
 def _percentiles(values: list[float]) -> Percentiles:

@@ -14,6 +14,7 @@ Rules that hold here
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import filterfalse
 from typing import NamedTuple
 
 from shared.messages import Tier
@@ -59,9 +60,13 @@ class NodeCache:
 
     def held(self, path: Sequence[int]) -> int:
         """Leading pages of the path that are in L1 or L2."""
-        l1, l2 = self._l1.present, self._l2.present
-        for at, page in enumerate(path):
-            if page not in l1 and page not in l2:
+        # Paths have thousands of pages: the usual case, all in L1, is left to C.
+        on_gpu, in_host = self._l1.present.__contains__, self._l2.present.__contains__
+        missing = next(filterfalse(on_gpu, path), None)
+        if missing is None:
+            return len(path)
+        for at in range(path.index(missing), len(path)):
+            if not on_gpu(path[at]) and not in_host(path[at]):
                 return at
         return len(path)
 
@@ -134,12 +139,12 @@ class NodeCache:
             raise ValueError(f"{total_pages} pages for a path of {len(path)}, of {self.l1_pages} in all")
         l1, pins = self._l1.present, self._l1.pins
         held = list(path[: self.held(path)])
-        absent = [page for page in held if page not in l1]
+        absent = list(filterfalse(l1.__contains__, held))
         taken = total_pages - len(held) + len(absent)
-        unpinned = sum(1 for page in held if page in l1 and page not in pins)
+        unpinned = len(held) - len(absent) - sum(map(pins.__contains__, held))
         if taken > self.l1_available - unpinned:
             return None
-        self._l1.pin_path([page for page in held if page in l1] if absent else held)
+        self._l1.pin_path(list(filter(l1.__contains__, held)) if absent else held)
         self._make_room(taken)
         self._room += total_pages - len(held)
         self._enter_l1(absent)
@@ -158,8 +163,7 @@ class NodeCache:
             raise ValueError(f"{len(pages)} pages do not fit into a lease with room for {lease.room}")
         lease.room -= len(pages)
         self._room -= len(pages)
-        l1 = self._l1.present
-        self._enter_l1([page for page in pages if page not in l1])
+        self._enter_l1(list(filterfalse(self._l1.present.__contains__, pages)))
         self._l1.pin_path(pages)
         lease.pages.extend(pages)
 
@@ -172,15 +176,13 @@ class NodeCache:
 
     def _make_room(self, pages: int) -> None:
         """Evict until `pages` pages of L1 are free; there must be enough that may go."""
-        gone: list[int] = []
-        for _ in range(pages - self.l1_free):
-            victim = self._l1.evict()
-            assert victim is not None, "room was promised that pinned pages hold"
-            gone.append(victim.page)
-            self.evicted[Tier.L1, self._l2.is_counted(victim.page)] += 1
-            if victim.page not in self._l2:
-                self._l2.forget(victim.page)
-        self._changed(False, Tier.L1, gone)
+        victims = self._l1.evict(max(0, pages - self.l1_free))
+        host = self._l2.present
+        for page, _ in victims:
+            self.evicted[Tier.L1, self._l2.is_counted(page)] += 1
+            if page not in host:
+                self._l2.forget(page)
+        self._changed(False, Tier.L1, [page for page, _ in victims])
 
     def _enter_l1(self, pages: Sequence[int]) -> None:
         self._l1.add_path(pages)
@@ -206,25 +208,20 @@ class NodeCache:
         self._l2.unpin_path(pages)
 
     def _touch_host(self, path: Sequence[int]) -> None:
-        host = self._l2.present
-        self._l2.touch_path([page for page in path if page in host])
+        self._l2.touch_path(list(filter(self._l2.present.__contains__, path)))
 
     def _enter_l2(self, pages: Sequence[int]) -> None:
         host = self._l2.present
-        new = [page for page in pages if page not in host]
+        new = list(filterfalse(host.__contains__, pages))
         fit = min(len(new), self.l2_pages - len(self._l2.pins))
         self.unwritten_pages += len(new) - fit
         new = new[:fit]
-        gone: list[int] = []
-        for _ in range(len(new) - (self.l2_pages - len(host))):
-            victim = self._l2.evict()
-            if victim is None:
-                break
-            gone.append(victim.page)
-            self.evicted[Tier.L2, victim.counted] += 1
-            if victim.page not in self._l1:
-                self._l2.forget(victim.page)
-        self._changed(False, Tier.L2, gone)
+        victims = self._l2.evict(max(0, len(new) - (self.l2_pages - len(host))))
+        for page, counted in victims:
+            self.evicted[Tier.L2, counted] += 1
+            if page not in self._l1:
+                self._l2.forget(page)
+        self._changed(False, Tier.L2, [page for page, _ in victims])
         self._l2.add_path(new)
         self._changed(True, Tier.L2, new)
 

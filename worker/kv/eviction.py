@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import filterfalse
 from typing import NamedTuple
 
 ABSENT_LIMIT = 1_000_000
@@ -99,10 +100,10 @@ class EvictionOrder:
 
     def pin_path(self, path: Sequence[int]) -> None:
         """Keep present pages until as many `unpin_path`. Raises KeyError, and pins none, when one is absent."""
-        last, pins = self._last, self._pins
-        for page in path:
-            if page not in last:
-                raise KeyError(page)
+        pins = self._pins
+        absent = next(filterfalse(self._last.__contains__, path), None)
+        if absent is not None:
+            raise KeyError(absent)
         for page in path:
             pins[page] = pins.get(page, 0) + 1
 
@@ -128,25 +129,30 @@ class EvictionOrder:
         self._now += len(path)
         self._last.update(zip(reversed(path), range(first, self._now + 1), strict=True))
 
-    def evict(self) -> Victim | None:
-        """Take out the next page to leave; None when every page is pinned."""
+    def evict(self, pages: int = 1) -> list[Victim]:
+        """Take out the next pages to leave, in that order: fewer than `pages` when the rest is pinned."""
+        victims: list[Victim] = []
+        last, pins, counted, by_count = self._last, self._pins, self._counted, self._by_count
         for group in (0, 1):
             heap, queued = self._heaps[group], self._queued[group]
-            while heap:
+            while heap and len(victims) < pages:
                 key, page = heap[0]
-                last = self._last.get(page)
-                if last is None or page in self._pins or self._group(page) != group:
+                newest = last.get(page)
+                positive = page in counted
+                if newest is None or page in pins or (by_count and positive) != bool(group):
                     heappop(heap)
                     queued.discard(page)
-                elif key < last:
-                    heapreplace(heap, (last, page))
+                elif key < newest:
+                    heapreplace(heap, (newest, page))
                 else:
                     heappop(heap)
                     queued.discard(page)
-                    counted = page in self._counted
-                    self.remove(page)
-                    return Victim(page, counted)
-        return None
+                    del last[page]
+                    if positive:
+                        counted.discard(page)
+                        self._keep_absent(page)
+                    victims.append(Victim(page, positive))
+        return victims
 
     # ------------------------------------------------------------------------------ counts
 

@@ -34,7 +34,7 @@ from worker.kv.cache import KvChange
 from worker.transport.peers import PeerClient
 
 TICK_S = 0.002  # shortest wait between two looks at the clock, wall
-STREAM_S = 0.01  # wall
+STREAM_S = 0.02  # wall
 MAX_RECORDS = 4096  # iteration records kept until they are taken
 
 Spawn = Callable[[Coroutine[None, None, None], str], object]

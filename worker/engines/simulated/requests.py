@@ -58,6 +58,7 @@ class Request:
         "pull_t",
         "ready",
         "ready_t",
+        "refused_at",
         "restored",
         "rid",
         "room_tokens",
@@ -97,6 +98,7 @@ class Request:
         self.local_pages = 0  # leading pages that the node held itself then
         self.host_pins: list[int] = []  # fetched pages, pinned in host memory until the prefill starts
         self.lease: Lease | None = None
+        self.refused_at: int | None = None  # pages that could be had when there was no room for it
         self.started = False  # its first chunk was launched
         self.computed = 0  # prompt tokens with KV here
         self.cached = 0  # t_c

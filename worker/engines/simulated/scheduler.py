@@ -40,7 +40,7 @@ from worker.engines.simulated.requests import (
 )
 from worker.engines.simulated.run import Run
 from worker.engines.simulated.transfers import answered, begin, usable_tokens
-from worker.kv.cache import NodeCache
+from worker.kv.cache import Lease, NodeCache
 
 _RECENT = 10_000  # finished prefills whose tail is remembered for a decode on the same node
 _MILLI = 1000  # t_acc is kept in thousandths, so that token counts are exact
@@ -285,7 +285,7 @@ class Scheduler:
                     return
                 first = None
             prompt_pages = request.prompt // self._page
-            lease = self.cache.lease(request.path[:prompt_pages], self._pages_needed(request))
+            lease = self._lease(request, request.path[:prompt_pages])
             if lease is None:
                 return
             self._waiting.popleft()
@@ -364,7 +364,7 @@ class Scheduler:
 
     def _take_room(self, request: Request) -> bool:
         """Room for a PREFILL that is about to start; False when there is none now."""
-        lease = self.cache.lease(request.path, self._pages_needed(request))
+        lease = self._lease(request, request.path)
         if lease is None:
             return False
         self.cache.unpin_host(request.host_pins)
@@ -377,6 +377,16 @@ class Scheduler:
         self._prefills.remove(request)
         insort(self._computing, request, key=_seq)
         return True
+
+    def _lease(self, request: Request, prompt_path: list[int]) -> Lease | None:
+        """Pages and room for a request; None when there is no room now."""
+        # Trying costs a walk over the path: not before the room is more than it was the last time.
+        if request.refused_at is not None and self.cache.l1_available <= request.refused_at:
+            return None
+        lease = self.cache.lease(prompt_path, self._pages_needed(request))
+        if lease is None:
+            request.refused_at = self.cache.l1_available
+        return lease
 
     def _decode(self, t: float) -> Run | None:
         """The next decode iterations: up to the first that ends a request or meets a transfer's end."""
