@@ -61,6 +61,7 @@ class Cluster(msgspec.Struct):
     page_size: int | None = None
     nodes: list[NodeEntry] = []
     split: dict[str, int] = {}
+    switches: int | None = None  # since the router started; None from one that does not count
 
 
 class _PromptDetails(msgspec.Struct):

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -26,9 +27,13 @@ from loadtest.trace_stats import print_stats
 from loadtest.traces import InnerT, TraceError
 from shared.config import ConfigError, Doc, load
 
+DEMO = Path(__file__).parent / "data" / "demo.jsonl.gz"
+
 
 class ReplaySettings(msgspec.Struct, kw_only=True):
-    trace: Annotated[str, Doc("trace file or folder: Weka, Trie or Mooncake; plain, .gz or .xz")]
+    trace: Annotated[
+        str, Doc("trace file or folder: Weka, Trie or Mooncake; plain, .gz or .xz; `demo` is the bundled one")
+    ]
     url: Annotated[str, Doc("OpenAI-compatible server")] = "http://127.0.0.1:8000"
     agents: Annotated[int, Doc("agents at once")] = 8
     duration: Annotated[
@@ -93,7 +98,7 @@ def replay(argv: Sequence[str]) -> int:
         )
         if settings.report:
             check_writable(settings.report)
-        trace = read_trace(settings.trace, inner_t=settings.inner_t)
+        trace = read_trace(trace_path(settings.trace), inner_t=settings.inner_t)
         plan = Plan(
             url=settings.url,
             agents=settings.agents,
@@ -159,6 +164,11 @@ def generate(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def trace_path(name: str) -> str:
+    """The bundled trace for `demo`, unless a file has that name."""
+    return str(DEMO) if name == "demo" and not Path(name).exists() else name
 
 
 def installed_version() -> str:

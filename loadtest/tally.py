@@ -58,6 +58,7 @@ class Tally:
         self.ideal_tokens = 0
         self.splits: list[tuple[float, int, int]] = []
         self.switches = 0
+        self._router_switches: int | None = None
         self.last_end = 0.0
         self._cached_tokens = 0
         self._cached_unknown = False
@@ -87,6 +88,12 @@ class Tally:
         split = (cluster.split.get("prefill", 0), cluster.split.get("decode", 0))
         if not self.splits or self.splits[-1][1:] != split:
             self.splits.append((t_s, *split))
+        if cluster.switches is not None:
+            # The router sees every switch, also those between two looks. Fewer than before: it was restarted.
+            last = self._router_switches if self._router_switches is not None else cluster.switches
+            self.switches += cluster.switches - last if cluster.switches >= last else cluster.switches
+            self._router_switches = cluster.switches
+            return
         for node in cluster.nodes:
             # Leaving the collocated warm-up is no switch: only prefill to decode and back.
             if node.phase not in ("prefill", "decode"):

@@ -6,16 +6,12 @@ import asyncio
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Annotated
 
-import loadtest
 from services.up import Supervisor, UpSettings
 from shared.bus import BusError
 from shared.config import ConfigError, Doc, load
 from shared.embedded import EmbeddedError
-
-TRACE = Path(loadtest.__file__).parent / "data" / "demo.jsonl.gz"
 
 
 class DemoSettings(UpSettings, kw_only=True):
@@ -25,7 +21,7 @@ class DemoSettings(UpSettings, kw_only=True):
     warmup_s: Annotated[float, Doc("cluster seconds of collocated warm-up")] = 300.0
     window_s: Annotated[float, Doc("cluster seconds of a planning window")] = 240.0
     slice_s: Annotated[float, Doc("cluster seconds of a slice of the window")] = 30.0
-    trace: Annotated[str, Doc("trace to replay")] = str(TRACE)
+    trace: Annotated[str, Doc("trace to replay")] = "demo"
     agents: Annotated[int, Doc("agents at a time")] = 8
     max_pause: Annotated[float, Doc("longest pause between steps, trace seconds")] = 200.0
     report: Annotated[str, Doc("JSON file for the report")] = ""

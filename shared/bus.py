@@ -469,6 +469,18 @@ class Reader:
     def add(self, stream: str, position: str = "$") -> None:
         self.positions.setdefault(stream, position)
 
+    async def follow(self, *streams: str) -> None:
+        """Add streams from their newest message on: nothing that comes after this call is missed.
+
+        Raises BusError.
+        """
+        for stream in streams:
+            self.add(stream)
+        try:
+            await self._resolve()
+        except (RedisError, OSError, TimeoutError) as error:
+            raise BusError(f"Redis: cannot follow {', '.join(streams)}: {error}") from None
+
     def remove(self, stream: str) -> None:
         self.positions.pop(stream, None)
         for key in [key for key in self._seen if key[0] == stream]:

@@ -53,6 +53,8 @@ class Oracle:
         self.phase: dict[str, Phase] = {}
         self.tiers: dict[tuple[str, Tier], set[int]] = {}
         self.waiting: dict[tuple[str, Phase], tuple[str, int]] = {}
+        # Where a move ended unsettled or a copy changed its phase: the next placement in that phase mends it.
+        self.unsettled: set[tuple[str, Phase]] = set()
 
     # -------------------------------------------------------------- lines 1-4
 
@@ -99,6 +101,7 @@ class Oracle:
         if self.path[branch]:
             self.placed_for.setdefault((branch, node), set()).add(phase)
         self.waiting[branch, phase] = (node, self.version[branch])
+        self.unsettled.discard((branch, phase))
         self.settle()
 
     def end(self, branch: str) -> None:
@@ -111,7 +114,7 @@ class Oracle:
         """Line 11, for every move whose target now holds the version it was made for."""
         for (branch, phase), (node, version) in list(self.waiting.items()):
             if self.version.get(branch) != version:
-                del self.waiting[branch, phase]
+                self._give_up(branch, phase)
             elif set(self.path[branch]) <= self.held(node):
                 del self.waiting[branch, phase]
                 for other in self.holders(branch):
@@ -120,6 +123,10 @@ class Oracle:
                         phases.discard(phase)
                         if not phases:
                             self.Release(branch, other)
+
+    def _give_up(self, branch: str, phase: Phase) -> None:
+        del self.waiting[branch, phase]
+        self.unsettled.add((branch, phase))
 
     # -------------------------------------------------------------- lines 14-15 and 20
 
@@ -133,10 +140,11 @@ class Oracle:
                     self.Release(branch, node)
                 elif phase is not Phase.BOTH:
                     self.placed_for[branch, node] = {phase}
+                    self.unsettled.add((branch, phase))
         if phase is not Phase.BOTH:
             for (branch, wanted), (target, _) in list(self.waiting.items()):
                 if target == node and wanted is not phase:
-                    del self.waiting[branch, wanted]
+                    self._give_up(branch, wanted)
         self.settle()
 
     def held(self, node: str) -> set[int]:
@@ -168,9 +176,9 @@ class Oracle:
         for branch, where in list(self.counted):
             if where == node:
                 self.Release(branch, node)
-        for key, (target, _) in list(self.waiting.items()):
+        for (branch, phase), (target, _) in list(self.waiting.items()):
             if target == node:
-                del self.waiting[key]
+                self._give_up(branch, phase)
         for tier in Tier:
             self.tiers.pop((node, tier), None)
 

@@ -441,6 +441,28 @@ async def test_killed_mid_stream_it_continues_with_the_same_counts(
         assert sum(len(rig.oracle.table(node)) for node in NODES) > 20, "the history was too tame"
 
 
+async def test_long_backlog_is_applied_in_the_order_of_all_streams(
+    rig: Rig, redis_url: str, cluster_name: str
+) -> None:
+    async with processes(redis_url, cluster_name, 1) as (directory,):
+        await eventually(directory.leads)
+        path = page_names("abcde")
+        await rig.serve("one", path, "P1")
+        await rig.agrees()
+        await directory.kill()
+        # More events of one stream than a read returns; what counts last was placed after all of them.
+        for i in range(300):
+            page = (path[i % len(path)],)
+            await rig.evict("P1", page)
+            await rig.store("P1", page)
+            if i % 50 == 49:
+                await rig.place("one", "P1")
+        await rig.evict("P1", path[:1])
+        await directory.start()
+        await rig.agrees()
+        assert len(rig.oracle.table("P1")) == len(path) - 1
+
+
 async def test_stand_by_takes_over(rig: Rig, redis_url: str, cluster_name: str) -> None:
     rng = random.Random(7)
     async with processes(redis_url, cluster_name, 2) as both:

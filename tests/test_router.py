@@ -281,6 +281,19 @@ async def test_a_plan_moves_new_requests_at_once(redis_url, cluster_name):
         assert len(a.prefills) == len(b.prefills) == 1
 
 
+async def test_switches_are_counted_and_the_end_of_the_warm_up_is_none(redis_url, cluster_name):
+    async with cluster(redis_url, cluster_name, ("a", Phase.BOTH)) as (service, (a,), http, _bus):
+        for t, phase in enumerate((P, P, D, P, Phase.BOTH, D)):
+            a.state(service.clock.now(), phase=phase, epoch=t)
+
+        async def seen():
+            async with http.get("/ei/v1/cluster") as answer:
+                shown = await answer.json()
+            return shown["nodes"][0]["phase"] == "decode" and shown["switches"] == 2
+
+        await eventually(seen)
+
+
 async def test_the_reported_queue_steers_and_pages_of_a_peer_are_fetched(redis_url, cluster_name):
     specs = [("p1", P), ("p2", P), ("d", D)]
     async with cluster(redis_url, cluster_name, *specs) as (service, (p1, p2, _), http, bus):

@@ -236,6 +236,8 @@ class Directory:
         record = self.nodes.get(node)
         if record is None or event.producer != record.incarnation:
             return False
+        if event.seq <= record.seq:
+            return False
         if self.follower.synced(node) and event.seq > record.seq + 1:
             counted = self.counts.positive(node)
             self._before_gap[node] = counted[self.index.holds(node, counted)]

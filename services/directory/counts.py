@@ -122,6 +122,11 @@ class Counts:
         """Whether `take_changes` or `take_touched` has something to give."""
         return bool(self._before or self._touched)
 
+    @property
+    def changed_pages(self) -> int:
+        """Pages in the next `take_changes`, at most."""
+        return sum(len(pages) for pages in self._before.values())
+
     def take_touched(self) -> set[str]:
         """Branches whose C or pending moves may have changed since the last call, ended ones too."""
         touched, self._touched = self._touched, set()

@@ -36,6 +36,7 @@ REGISTRY_S = 1.0  # between looks at the registry
 POSITIONS_S = 1.0  # positions alone are written this often
 RECOVERY_S = 2.0
 EVENTS_A_COMMIT = 2000
+PAGES_A_COMMIT = 20_000  # the event loop stands still while a batch is made, and the lease must be renewed
 MAX_HELD = 50_000  # events kept back for the order between streams
 SNAPSHOT_TIMEOUT_S = 10.0
 SNAPSHOTS_AT_ONCE = 8
@@ -133,8 +134,8 @@ class Term:
 
     async def _turn(self) -> None:
         """Read, apply, write, send."""
-        waiting = bool(self._held or self._arrived or self._fetching)
-        events = self._held + await self._reader.read(0.02 if waiting else READ_S)
+        wait_s = 0.01 if self._held or self._arrived else 0.1 if self._fetching else READ_S
+        events = self._held + await self._reader.read(wait_s)
         self._held = []
         self._take_arrived()
         known = self.directory.nodes
@@ -148,17 +149,20 @@ class Term:
             self._held = events
             return
         events = self._in_order(events)
-        for start in range(0, len(events), EVENTS_A_COMMIT):
-            part = events[start : start + EVENTS_A_COMMIT]
-            now = self._clock.now()
-            for event in part:
-                self._service.events.labels(event.stream.partition(":")[0]).inc()
-                if self.directory.apply(event, now):
-                    self._want_snapshot(event.stream.removeprefix(KV_STREAM))
-            self.lag_s = max(0.0, time.time() - int(part[-1].position.partition("-")[0]) / 1000)
-            await self._write()
+        for number, event in enumerate(events, 1):
+            self._service.events.labels(event.stream.partition(":")[0]).inc()
+            if self.directory.apply(event, self._clock.now()):
+                self._want_snapshot(event.stream.removeprefix(KV_STREAM))
+            if number % EVENTS_A_COMMIT == 0 or self.directory.counts.changed_pages > PAGES_A_COMMIT:
+                self._seen(event)
+                await self._write()
+        if events:
+            self._seen(events[-1])
         self.directory.expire(self._clock.now())
         await self._write()
+
+    def _seen(self, event: Event) -> None:
+        self.lag_s = max(0.0, time.time() - int(event.position.partition("-")[0]) / 1000)
 
     def _in_order(self, events: list[Event]) -> list[Event]:
         """Events in the order of their positions; those that others may still precede are kept back."""
@@ -265,8 +269,7 @@ class Term:
     def _spawn_fetch(self, node: str, fetch: Callable[[str], Awaitable[KvSnapshot | None]]) -> None:
         async def run() -> None:
             try:
-                async with self._slots:
-                    self._arrived.append(_Arrived(node, await fetch(node)))
+                self._arrived.append(_Arrived(node, await fetch(node)))
             finally:
                 self._fetching.discard(node)
 
@@ -275,21 +278,27 @@ class Term:
 
     async def _fetch(self, node: str) -> KvSnapshot | None:
         """The node's pages; None when the node is gone."""
-        backoff = Backoff(first_s=0.1)
+        backoff = Backoff(first_s=0.1, last_s=10.0)
+        failures = 0
         while True:
             try:
                 info = (await self._bus.nodes()).get(node)
                 if info is not None:
-                    async with self._service.http.get(
-                        info.url + "/ei/v1/kv/snapshot",
-                        timeout=aiohttp.ClientTimeout(total=SNAPSHOT_TIMEOUT_S, sock_connect=3.0),
-                    ) as answer:
+                    async with (
+                        self._slots,
+                        self._service.http.get(
+                            info.url + "/ei/v1/kv/snapshot",
+                            timeout=aiohttp.ClientTimeout(total=SNAPSHOT_TIMEOUT_S, sock_connect=3.0),
+                        ) as answer,
+                    ):
                         answer.raise_for_status()
                         return _snapshots.decode(await answer.read())
                 if node not in self.directory.nodes:
                     return None
             except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, BusError) as error:
-                self._log.warning("snapshot_failed", node=node, error=error)
+                if failures % 10 == 0:
+                    self._log.warning("snapshot_failed", node=node, failures=failures + 1, error=error)
+                failures += 1
             await backoff.wait()
 
     async def _recover(self, node: str) -> KvSnapshot | None:

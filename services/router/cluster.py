@@ -45,6 +45,7 @@ class Cluster:
         self.index = KvIndex()
         self.follower = KvFollower(self.index)
         self.plan: RolePlan | None = None
+        self.switches = 0  # nodes seen to go from prefill to decode or back
         self._models: dict[str, PrefillModel] = {}
         self._changed = asyncio.Event()
 
@@ -72,6 +73,8 @@ class Cluster:
     def reported(self, state: NodeState) -> None:
         node = self.nodes.get(state.node)
         if node is not None and (node.state is None or state.t >= node.state.t):
+            before = self._phase(node)
+            self.switches += before != state.phase and Phase.BOTH not in (before, state.phase)
             node.state = state
             node.suspect_until = 0.0
             self.notify()

@@ -94,11 +94,13 @@ class RouterService(Service):
                 self.log.warning("registry_failed", error=error)
 
     async def _refresh_registry(self) -> None:
-        new, gone = self.cluster.registered(await self.bus.nodes())
+        infos = await self.bus.nodes()
+        for name in infos.keys() - self.cluster.nodes.keys():
+            # before the snapshot is taken, so that no event falls between the two
+            await self._reader.follow(KV_STREAM + name, "state:" + name)
+        new, gone = self.cluster.registered(infos)
         for info in new:
             self.log.info("node_joined", node=info.node, url=info.url, phase=info.phase)
-            self._reader.add(KV_STREAM + info.node)
-            self._reader.add("state:" + info.node)
             self._want_snapshot(info.node)
         for node in gone:
             self.log.warning("node_left", node=node)
@@ -219,6 +221,7 @@ class RouterService(Service):
                 "max_context": some.info.max_context if some else None,
                 "epoch": self.cluster.plan.epoch if self.cluster.plan else 0,
                 "split": {"prefill": prefill, "decode": decode},
+                "switches": self.cluster.switches,
                 "nodes": nodes,
             }
         )

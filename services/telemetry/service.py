@@ -199,7 +199,7 @@ class TelemetryService(Service):
             self.log.warning("registry_failed", error=error)
         else:
             self.view.nodes(live)
-            self._follow({f"state:{node}" for node in live})
+            await self._follow({f"state:{node}" for node in live})
         if not self._marks or now - self._marks[-1].t >= self._builder.slice_s / MARKS_A_SLICE:
             self._marks.append(_Mark(now, dict(self._reader.positions)))
         slices = self._builder.close(now)
@@ -211,10 +211,10 @@ class TelemetryService(Service):
             self._news.set()
             self._news = asyncio.Event()
 
-    def _follow(self, wanted: set[str]) -> None:
+    async def _follow(self, wanted: set[str]) -> None:
         followed = {stream for stream in self._reader.positions if stream.startswith("state:")}
         for stream in wanted - followed:
-            self._reader.add(stream)
+            await self._reader.follow(stream)
         for stream in followed - wanted:
             self._reader.remove(stream)
 
