@@ -8,10 +8,10 @@ import time
 import uuid
 from typing import Annotated
 
-from services.up import parse_split
 from shared.bus import Bus
 from shared.config import ConfigError, Doc, Settings, load
-from shared.messages import Phase, RoleAck, RolePlan, RoleStage, SplitWanted
+from shared.messages import RoleAck, RolePlan, RoleStage, SplitWanted
+from shared.split import Split, parse_split, split_of
 
 
 class SplitSettings(Settings, kw_only=True):
@@ -35,13 +35,12 @@ async def _run(settings: SplitSettings) -> int:
             raise ConfigError(f"no planner is running in cluster {settings.cluster!r} at {settings.redis}")
         nodes = await bus.nodes()
         wanted = SplitWanted(0, 0, release=True)
+        target = Split(0, 0)
         if settings.split:
-            prefill, decode = parse_split(settings.split)
-            if prefill + decode != len(nodes):
-                raise ConfigError(
-                    f"split {settings.split} has {prefill + decode} nodes, the cluster {len(nodes)}"
-                )
-            wanted = SplitWanted(prefill, decode, hold=settings.hold)
+            target = parse_split(settings.split)
+            if sum(target) != len(nodes):
+                raise ConfigError(f"split {settings.split} has {sum(target)} nodes, the cluster {len(nodes)}")
+            wanted = SplitWanted(*target, hold=settings.hold)
         last = [e.message for e in await bus.last("roles", 256) if isinstance(e.message, RolePlan)]
         reader = bus.reader({"roles": "$"})
         await reader.read(0.01)
@@ -57,8 +56,8 @@ async def _run(settings: SplitSettings) -> int:
         if wanted.release:
             print("the planner may change the split again")
             return 0
-        if last and _counts(last[-1]) == (wanted.prefill, wanted.decode):
-            print(f"the split is {settings.split.upper()} already")
+        if last and split_of(last[-1].phases) == target:
+            print(f"the split is {target} already")
             return 0
         deadline = time.monotonic() + settings.timeout
         plan: RolePlan | None = None
@@ -66,10 +65,9 @@ async def _run(settings: SplitSettings) -> int:
         while time.monotonic() < deadline:
             for event in await reader.read(0.5):
                 message = event.message
-                if isinstance(message, RolePlan) and _counts(message) == (wanted.prefill, wanted.decode):
-                    before = last[-1].phases if last else {}
+                if isinstance(message, RolePlan) and split_of(message.phases) == target:
                     plan = message
-                    waiting = {n for n, p in plan.phases.items() if before.get(n, Phase.BOTH) != p}
+                    waiting = {n for n, p in plan.phases.items() if n not in nodes or nodes[n].phase != p}
                     changes = ", ".join(f"{n} -> {plan.phases[n]}" for n in sorted(waiting))
                     print(f"epoch {plan.epoch}: {changes or 'no node changes'}")
                 elif (
@@ -81,7 +79,7 @@ async def _run(settings: SplitSettings) -> int:
                     waiting.discard(message.node)
                     print(f"{message.node} serves {message.phase} (drained in {message.drain_s:.1f} s)")
             if plan is not None and not waiting:
-                print(f"the split is {wanted.prefill}P{wanted.decode}D")
+                print(f"the split is {target}")
                 return 0
         late = (
             "the planner has not answered"
@@ -92,11 +90,6 @@ async def _run(settings: SplitSettings) -> int:
         return 1
     finally:
         await bus.close()
-
-
-def _counts(plan: RolePlan) -> tuple[int, int]:
-    phases = list(plan.phases.values())
-    return phases.count(Phase.PREFILL), phases.count(Phase.DECODE)
 
 
 def main(argv: list[str]) -> int:

@@ -14,6 +14,7 @@ from rich.table import Table
 from shared.bus import Bus
 from shared.config import ConfigError, Doc, Settings, load
 from shared.messages import NodeInfo, NodeState, Phase, ServiceInfo
+from shared.split import split_text
 
 TIMEOUT_S = 5.0
 
@@ -87,11 +88,10 @@ async def collect(bus: Bus) -> Status:
         lines.append(_line(info, state))
     prefill = sum(Phase(line.phase).prefills for line in lines)
     decode = sum(Phase(line.phase).decodes for line in lines)
-    collocated = bool(lines) and all(line.phase == Phase.BOTH for line in lines)
     services = await bus.services()
     status = Status(
         cluster=bus.cluster,
-        split=f"{len(lines)} collocated" if collocated else f"{prefill}P{decode}D",
+        split=split_text({line.node: Phase(line.phase) for line in lines}),
         prefill=prefill,
         decode=decode,
         nodes=lines,

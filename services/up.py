@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import re
 import shutil
 import signal
 import socket
@@ -29,6 +28,7 @@ import msgspec
 from shared.bus import Bus, BusError
 from shared.config import ConfigError, Doc, Settings, load
 from shared.embedded import EmbeddedError, EmbeddedRedis, free_port
+from shared.split import parse_split
 
 STOP_S = 10.0
 READY_S = 60.0
@@ -60,14 +60,6 @@ class UpSettings(Settings, kw_only=True):
                 raise ValueError(
                     f"split {self.split} has {prefill + decode} nodes, but nodes is {self.nodes}"
                 )
-
-
-def parse_split(text: str) -> tuple[int, int]:
-    """(prefill, decode) of a split such as 3P1D. Raises ValueError."""
-    match = re.fullmatch(r"(\d{1,4})[pP](\d{1,4})[dD]", text.strip())
-    if match is None or int(match[1]) < 1 or int(match[2]) < 1:
-        raise ValueError(f"{text!r} is not a split such as 2P2D with at least one node of each phase")
-    return int(match[1]), int(match[2])
 
 
 class _Child(msgspec.Struct):

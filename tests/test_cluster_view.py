@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.planner.roles import split_text
 from services.telemetry import cluster
 from services.telemetry.cluster import ClusterView
 from shared.messages import NodeState, Outcome, QueuedPrefill, RoleAck, RolePlan, RoleStage
+from shared.split import split_text
 from tests.planner_cases import BOTH, D, P, node_info
 from tests.test_windows import done
 

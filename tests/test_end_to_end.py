@@ -179,6 +179,32 @@ def test_a_worker_that_is_killed_comes_back_and_requests_go_elsewhere(up, trace,
     up.until(lambda: len(up.status()["nodes"]) == 4, 60.0)
 
 
+def test_the_planner_changes_the_split_during_a_replay_and_no_request_fails(tmp_path):
+    """Long outputs after short prompts at 3P1D: more decode nodes are certain to serve more."""
+    line = {
+        "num_turns": 12,
+        "input_prompt_length": 1500,
+        "assistant_response_length": [700] * 12,
+        "tool_call_output_length": [60] * 12,
+        "tool_call_latency": [0.5] * 12,
+        "final_assistant_response_length": 700,
+    }
+    trace = tmp_path / "decode_heavy.jsonl"
+    trace.write_text((json.dumps(line) + "\n") * 24)
+    flags = ("--nodes", "4", "--split", "3P1D", "--speedup", "40", "--warmup-s", "60", "--window-s", "80")
+    with Up(tmp_path, *flags, "--slice-s", "8") as up:
+        report = tmp_path / "report.json"
+        playing = replay(up, trace, report, "--agents", "24", "--duration", "900")
+        try:
+            up.until(lambda: up.status()["decode"] > 1 and up.status()["prefill"] < 3, 60.0, every_s=0.5)
+            out, _ = playing.communicate(timeout=120)
+        finally:
+            playing.kill()
+        found = json.loads(report.read_text())
+        assert found["failed"] == 0 and found["switches"] >= 1, out
+        assert max(decode for _, prefill, decode in found["splits"] if prefill + decode == 4) >= 2
+
+
 def test_ctrl_c_leaves_no_process_and_a_taken_port_is_one_line(up, tmp_path):
     port = up.url.rpartition(":")[2]
     done = up.evolving("up", "--port", port, "--page-port", "0")

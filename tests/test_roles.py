@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.planner.core import CoreState, PlannerCore, Rules
-from services.planner.roles import LOOKS, Life, Roles, RolesState, Split, parse_split, split_of
+from services.planner.roles import LOOKS, Life, Roles, RolesState
 from shared.messages import Iterations, NodeInfo, RoleAck, RolePlan, RoleStage, SplitWanted
+from shared.split import Split, parse_split, split_of
 from shared.timing import PROFILES
 from tests.planner_cases import BOTH, D, P, decode_record, node_info, prefill_record, slice_
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import msgspec
 
 from services.planner.fitting import Fit, Learner, LearnerState, NodeSamples
-from services.planner.roles import Answer, Life, Roles, RolesState, Split, Step
+from services.planner.roles import Answer, Life, Roles, RolesState, Step
 from services.planner.split import Decision, IterationModels, PlannerState, SplitPlanner, moves, prefill_worth
 from shared.messages import (
     Iterations,
@@ -29,6 +29,7 @@ from shared.messages import (
     Slice,
     SplitWanted,
 )
+from shared.split import Split
 
 REFIT_S = 60.0  # cluster seconds between tries to fit nodes that had told too little
 

@@ -20,12 +20,13 @@ from aiohttp import web
 
 from services.planner.core import CoreState, Outcome, PlannerCore
 from services.planner.fitting import NodeSamples
-from services.planner.roles import Life, split_text
+from services.planner.roles import Life
 from services.planner.settings import PlannerSettings
 from services.planner.view import plan_view
 from shared.bus import Backoff, BusError, Event, Reader
 from shared.messages import Iterations, Models, NodeModel, RoleAck, RolePlan, RoleStage, Slice, SplitWanted
 from shared.service import Service
+from shared.split import split_text
 
 LEASE_S = 3.0
 LOOK_S = 1.0  # between two looks at the registry

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 from services.planner.core import Rules
-from services.planner.roles import parse_split
 from shared.config import Doc, Settings
+from shared.split import parse_split
 
 
 class PlannerSettings(Settings, kw_only=True):

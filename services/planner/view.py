@@ -8,9 +8,10 @@ import msgspec
 
 from services.planner.core import PlannerCore, Refusal
 from services.planner.fitting import Fit
-from services.planner.roles import Life, Pending, split_text
+from services.planner.roles import Life, Pending
 from services.planner.split import Decision
 from shared.messages import Phase
+from shared.split import split_text
 
 
 class WarmUp(msgspec.Struct, frozen=True):

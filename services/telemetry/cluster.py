@@ -16,8 +16,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from services.planner.roles import split_of, split_text
 from shared.messages import NodeInfo, NodeState, Outcome, Phase, RequestDone, RoleAck, RolePlan, RoleStage
+from shared.split import split_of, split_text
 
 WINDOW_S = 120.0
 MOST_REQUESTS = 20_000
