@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 TokenArray = npt.NDArray[np.int32]
+MOVED = "X-EI-Moved"  # on a 503: this node does not serve the phase any more, another one does
 Kind = Literal["chat", "completion"]
 
 
@@ -37,7 +38,8 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"Retry-After": str(max(1, round(self.retry_after_s)))}
+        found = {} if self.retry_after_s is None else {"Retry-After": str(max(1, round(self.retry_after_s)))}
+        return found | {MOVED: "1"} if self.code == "moved" else found
 
 
 _ABSENT = msgspec.Raw(b"")

@@ -15,6 +15,7 @@ from services.router.cluster import Cluster
 from services.router.identity import Identifier, check_branch_id
 from services.router.proxy import Proxy, api_response
 from services.router.settings import RouterSettings
+from shared.api_errors import openai_errors
 from shared.bus import BusError
 from shared.kvfollow import KV_STREAM, Follow
 from shared.messages import BranchEnded, KvSnapshot, Models, NodeState, PathWanted, RolePlan, Slice
@@ -160,7 +161,7 @@ class RouterService(Service):
         app.router.add_get("/v1/branches/{branch:.+}", self._get_branch)
         app.router.add_delete("/v1/branches/{branch:.+}", self._delete_branch)
         app.router.add_get("/ei/v1/cluster", self._get_cluster)
-        app.middlewares.append(_openai_errors)
+        app.middlewares.append(openai_errors)
 
     async def _get_models(self, _: web.Request) -> web.Response:
         models = [
@@ -239,21 +240,3 @@ class RouterService(Service):
         gauge("ei_router_unsynced_nodes", "Nodes whose pages are unknown").set_function(
             lambda: len(self.cluster.follower.unsynced())
         )
-
-
-@web.middleware
-async def _openai_errors(request: web.Request, handler: web.Handler) -> web.StreamResponse:  # type: ignore[name-defined]
-    try:
-        answer: web.StreamResponse = await handler(request)
-        return answer
-    except ApiError as error:
-        failed = error
-    except web.HTTPNotFound:
-        failed = ApiError(404, f"There is no {request.method} {request.path} here.", code="unknown_url")
-    except web.HTTPMethodNotAllowed:
-        failed = ApiError(405, f"{request.path} does not take {request.method}.", code="method_not_allowed")
-    except web.HTTPRequestEntityTooLarge as too_large:
-        failed = ApiError(413, f"The request body is too large: {too_large.text}", code="body_too_large")
-    return web.Response(
-        body=failed.body(), status=failed.status, headers=failed.headers(), content_type="application/json"
-    )

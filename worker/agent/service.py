@@ -17,6 +17,7 @@ import time
 import msgspec
 from aiohttp import web
 
+from shared.api_errors import openai_errors
 from shared.bus import Event
 from shared.messages import (
     CountsWanted,
@@ -39,7 +40,7 @@ from shared.service import Service
 from worker.agent.follow import Follower
 from worker.agent.metrics import WorkerMetrics
 from worker.agent.settings import WorkerSettings
-from worker.engines.simulated.api import Api, openai_errors
+from worker.engines.simulated.api import Api
 from worker.engines.simulated.engine import Engine
 from worker.engines.simulated.phase import Ack
 from worker.engines.simulated.scheduler import Scheduler

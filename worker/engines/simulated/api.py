@@ -10,7 +10,6 @@ Rules that hold here
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable
 
 import msgspec
 import numpy as np
@@ -28,32 +27,8 @@ from worker.engines.simulated.wire import Form, Job, job_of, prompt_of
 REQUEST_ID = "X-EI-Request-Id"
 KV_SOURCE = "X-EI-KV-Source"
 CACHED_TOKENS = "X-EI-Cached-Tokens"
-MOVED = "X-EI-Moved"
 CREATED = 1_767_225_600  # 2026-01-01: the model's, which OpenAI's clients expect to be told
 _prefill_decoder = msgspec.msgpack.Decoder(PrefillCall)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@web.middleware
-async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error of a handler in OpenAI's shape."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        failed = error
-    except web.HTTPNotFound:
-        failed = ApiError(404, f"There is no {request.method} {request.path} here.", code="unknown_url")
-    except web.HTTPMethodNotAllowed:
-        failed = ApiError(405, f"{request.path} does not take {request.method}.", code="method_not_allowed")
-    except web.HTTPRequestEntityTooLarge as large:
-        failed = ApiError(413, f"The request body is too large: {large.text}", code="body_too_large")
-    headers = failed.headers()
-    if failed.code == "moved":
-        headers[MOVED] = "1"
-    return web.Response(
-        body=failed.body(), status=failed.status, headers=headers, content_type="application/json"
-    )
 
 
 class Api:
