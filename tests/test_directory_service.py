@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from shared.bus import Bus, Event, Publisher
+from shared.bus import Bus, BusError, Event, Publisher
 from shared.clock import Clock
 from shared.embedded import EmbeddedRedis, free_port
 from shared.messages import (
@@ -209,7 +209,10 @@ class Rig:
     # ------------------------------------------------------------------ what should be seen
 
     async def in_redis(self) -> bool:
-        found = (await self.bus.load_directory()).counts
+        try:
+            found = (await self.bus.load_directory()).counts
+        except BusError:
+            return False  # this test's own connection, from before a restart of Redis
         return all(found.get(node, {}) == self.oracle.table(node) for node in NODES)
 
     def at_workers(self) -> bool:
