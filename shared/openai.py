@@ -93,6 +93,8 @@ def parse_call(body: bytes, kind: Kind) -> Call:
     if limit is not None and limit < 1:
         name = "max_completion_tokens" if call.max_completion_tokens is not None else "max_tokens"
         raise ApiError(400, f"{name} must be at least 1, not {limit}.", param=name, code="invalid_value")
+    if call.n is not None and call.n < 1:
+        raise ApiError(400, f"n must be at least 1, not {call.n}.", param="n", code="invalid_value")
     if kind == "chat" and bytes(call.messages).strip() in _NOTHING:
         raise ApiError(400, "messages must hold at least one message.", param="messages")
     if kind == "completion" and bytes(call.prompt).strip() in _NOTHING:

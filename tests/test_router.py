@@ -157,6 +157,7 @@ async def test_a_client_that_hangs_up_frees_both_nodes(redis_url, cluster_name, 
         ("/v1/completions", b'{"model": "nope", "prompt": "x"}', 404, "model_not_found"),
         ("/v1/completions", b'{"model": "m"}', 400, None),
         ("/v1/completions", b'{"model": "m", "prompt": "x", "max_tokens": -3}', 400, "invalid_value"),
+        ("/v1/completions", b'{"model": "m", "prompt": "x", "n": 0}', 400, "invalid_value"),
         ("/v1/completions", b'{"model": "m", "prompt": [1, "a"]}', 400, None),
         ("/v1/completions", b'{"model": "m", "prompt": [1, -1]}', 400, None),
         (
