@@ -41,11 +41,14 @@ start_daemon() {
     [ "$(id -u)" = 0 ] || fail "no Docker daemon answers, and only root can start one"
     command -v dockerd >/dev/null || install_packages docker.io
     command -v iptables >/dev/null || install_packages iptables
+    # Two such daemons would take the same bridge and addresses from each other; the lock ends with this process.
+    exec 9</var/tmp
+    flock --nonblock 9 || { say "waiting for another compose-test on this machine"; flock 9; }
     say "starting a Docker daemon for this test"
     [ -e /sys/class/net/docker0 ] && had_docker0=yes
     export DOCKER_HOST=unix://$work/docker.sock
     dockerd --host "$DOCKER_HOST" --data-root "$work/data" --exec-root "$work/exec" --pidfile "$work/docker.pid" \
-        >"$work/dockerd.log" 2>&1 &
+        >"$work/dockerd.log" 2>&1 9<&- &
     daemon_pid=$!
     for _ in $(seq 60); do
         docker info >/dev/null 2>&1 && return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from shared.openai import ApiError
 
@@ -24,6 +25,8 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
         failed = ApiError(405, f"{request.path} does not take {request.method}.", code="method_not_allowed")
     except web.HTTPRequestEntityTooLarge as large:
         failed = ApiError(413, f"The request body is too large: {large.text}", code="body_too_large")
+    except (HttpProcessingError, web.RequestPayloadError) as unreadable:
+        failed = ApiError(400, f"The request body cannot be read: {unreadable}", code="unreadable_body")
     return web.Response(
         body=failed.body(), status=failed.status, headers=failed.headers(), content_type="application/json"
     )

@@ -87,6 +87,8 @@ def parse_call(body: bytes, kind: Kind) -> Call:
         raise ApiError(400, f"The request body is not valid JSON: {error}") from None
     except UnicodeDecodeError:
         raise ApiError(400, "The request body is not UTF-8.") from None
+    except RecursionError:
+        raise ApiError(400, "The request body is nested too deeply.") from None
     if not call.model:
         raise ApiError(400, "You must give a model.", param="model", code="missing_model")
     limit = call.output_limit
@@ -122,7 +124,7 @@ def prompt_ids(prompt: bytes | msgspec.Raw) -> TokenArray | None:
     try:
         decoded = _ids_decoder.decode(text)
         ids = np.fromiter(decoded, dtype=np.int64, count=len(decoded))
-    except (msgspec.DecodeError, OverflowError):
+    except (msgspec.DecodeError, OverflowError, RecursionError):
         raise ApiError(
             400, "prompt must be a string or a list of token ids (integers).", param="prompt"
         ) from None

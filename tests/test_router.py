@@ -167,6 +167,12 @@ async def test_a_client_that_hangs_up_frees_both_nodes(redis_url, cluster_name, 
             "context_length_exceeded",
         ),
         ("/v1/chat/completions", b'{"model": "m", "messages": []}', 400, None),
+        (
+            "/v1/chat/completions",
+            b'{"model": "m", "messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            400,
+            None,
+        ),
         ("/v1/nothing", b"{}", 404, "unknown_url"),
         ("/v1/models", b"{}", 405, "method_not_allowed"),
     ],
@@ -183,6 +189,13 @@ async def test_bad_requests_get_openai_errors(redis_url, cluster_name, path, sen
         assert empty_books(service)
 
 
+async def test_a_body_that_is_not_in_its_encoding_is_a_400(redis_url, cluster_name):
+    async with cluster(redis_url, cluster_name, ("n", Phase.BOTH)) as (_, _fakes, http, _bus):
+        headers = {"Content-Encoding": "gzip"}
+        async with http.post("/v1/completions", data=b"no gzip at all" * 9, headers=headers) as answer:
+            assert answer.status == 400 and (await answer.json())["error"]["code"] == "unreadable_body"
+
+
 async def test_a_prompt_longer_than_the_context_is_refused(redis_url, cluster_name):
     async with cluster(redis_url, cluster_name, ("n", Phase.BOTH)) as (_, _fakes, http, _bus):
         async with http.post("/v1/completions", json=body(prompt=[1] * 8192)) as answer:
@@ -197,7 +210,7 @@ async def test_an_engines_own_error_is_passed_on(redis_url, cluster_name):
         async with http.post("/v1/completions", json=body()) as answer:
             assert answer.status == 400 and (await answer.json())["error"]["message"] == "bad tool"
         (record,) = await done_records(bus, 1)
-        assert record.outcome is not Outcome.OK
+        assert record.outcome is Outcome.REJECTED
 
 
 async def test_no_node_of_a_phase_is_a_503_after_the_wait_and_one_that_comes_serves(redis_url, cluster_name):

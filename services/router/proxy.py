@@ -151,7 +151,8 @@ class Proxy:
         flight = _Flight(f"r-{uuid.uuid4().hex}", identity.branch, t_arrive, tokens.size)
         try:
             answer = await self._route(request, call, kind, body, tokens, path, flight)
-            flight.outcome = Outcome.FAILED if flight.error else Outcome.OK
+            refused = 400 <= answer.status < 500
+            flight.outcome = Outcome.REJECTED if refused else Outcome.FAILED if flight.error else Outcome.OK
             return answer
         except ApiError as error:
             flight.outcome = Outcome.REJECTED if error.status < 500 else Outcome.FAILED
