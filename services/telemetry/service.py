@@ -195,11 +195,10 @@ class TelemetryService(Service):
         now = self.clock.now()
         try:
             live = await self.bus.nodes()
-        except BusError as error:
-            self.log.warning("registry_failed", error=error)
-        else:
             self.view.nodes(live)
             await self._follow({f"state:{node}" for node in live})
+        except BusError as error:
+            self.log.warning("registry_failed", error=error)
         if not self._marks or now - self._marks[-1].t >= self._builder.slice_s / MARKS_A_SLICE:
             self._marks.append(_Mark(now, dict(self._reader.positions)))
         slices = self._builder.close(now)
@@ -214,7 +213,9 @@ class TelemetryService(Service):
     async def _follow(self, wanted: set[str]) -> None:
         followed = {stream for stream in self._reader.positions if stream.startswith("state:")}
         for stream in wanted - followed:
-            await self._reader.follow(stream)
+            # from the newest state on, that one included: an idle node's next may be a second away
+            last = await self.bus.last(stream, 2)
+            self._reader.add(stream, last[0].position if len(last) == 2 else "0")
         for stream in followed - wanted:
             self._reader.remove(stream)
 
