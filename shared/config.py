@@ -67,8 +67,8 @@ class Settings(msgspec.Struct, kw_only=True):
     )
 
     def __post_init__(self) -> None:
-        if self.speedup <= 0:
-            raise ValueError(f"speedup must be above 0, not {self.speedup}")
+        if not 0 < self.speedup < float("inf"):
+            raise ValueError(f"speedup must be a number above 0, not {self.speedup}")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be 0 to 65535, not {self.port}")
         if not self.cluster or any(c in self.cluster for c in "{}: \t\n"):

@@ -55,6 +55,24 @@ def test_openai_client_streams_the_text_that_it_gets_at_once(client):
     assert finish == [whole.choices[0].finish_reason]
 
 
+def test_a_stream_without_usage_is_accounted_and_its_client_sees_no_difference(up, client):
+    (model,) = client.models.list().data
+    ask = {
+        "model": model.id,
+        "messages": [{"role": "user", "content": "as the README does"}],
+        "max_tokens": 9,
+    }
+    before = up.get(up.page + "metrics")
+    parts = list(client.chat.completions.create(**ask, stream=True, extra_body={"ignore_eos": True}))
+    assert parts and all(part.usage is None for part in parts)
+
+    def output_tokens(text):
+        lines = [x for x in text.decode().splitlines() if x.startswith("ei_tokens_total") and "output" in x]
+        return sum(float(x.rsplit(" ", 1)[1]) for x in lines)
+
+    up.until(lambda: output_tokens(up.get(up.page + "metrics")) >= output_tokens(before) + 9)
+
+
 def test_openai_client_completes_text_and_ids(client):
     (model,) = client.models.list().data
     text = client.completions.create(

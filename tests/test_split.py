@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,6 +98,9 @@ def test_worth_is_prefill_rate_over_decode_rate():
     assert worth == {"n1": pytest.approx(0.6 / 1.4), "n2": pytest.approx(0.6 / 2.8)}
     assert prefill_worth(split, {"n1": rates()}, [slice_(0, split)]) == {}
     assert prefill_worth(split, {"n1": rates(), "n2": slow}, []) == {}
+    silent = msgspec.structs.replace(slice_(0, split), t_acc=0.0, t_out=0.0)
+    assert prefill_worth(split, {"n1": rates(), "n2": slow}, [silent]) == {}
+    assert prefill_worth(split, {"n1": rates(), "n2": slow}, [silent, slice_(0, split)]) == worth
 
 
 # ----------------------------------------------------------------- Equation 6

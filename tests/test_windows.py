@@ -75,6 +75,14 @@ def test_means_of_the_work_of_requests_that_ended_in_the_slice():
     assert (second.t0, second.requests, second.t_uc) == (60.0, 1, 9.0)
 
 
+def test_a_request_of_unknown_output_does_not_bias_the_mean_output():
+    windows = builder()
+    windows.request(done(10.0, out=100, iterations=50))
+    windows.request(done(20.0, out=0, iterations=0))
+    (one,) = windows.close(70.0)
+    assert (one.requests, one.t_out, one.t_acc) == (2, 100, 2.0)
+
+
 def test_only_served_requests_count():
     b = builder()
     for outcome in (Outcome.CLIENT_GONE, Outcome.REJECTED, Outcome.FAILED):

@@ -195,7 +195,7 @@ def prefill_worth(
     Empty when the slices or the models say nothing about it; then all nodes count as equal.
     """
     names = list(phases)
-    used = [s for s in slices if s.requests > 0]
+    used = [s for s in slices if s.requests > 0 and s.t_acc > 0]
     if not used or any(node not in nodes for node in names):
         return {}
     m = len(used)

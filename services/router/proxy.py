@@ -50,8 +50,8 @@ _HOP_HEADERS = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
     "transfer-encoding", "upgrade", "host", "content-length", "expect",
 }  # fmt: skip
-# Between router and worker only: a client's own are dropped.
-_INTERNAL_HEADERS = {"x-ei-request-id", "x-ei-kv-source", "x-ei-cached-tokens"}
+# Between router and worker only: a client's own are dropped. So is its content-encoding: the body is decoded here.
+_INTERNAL_HEADERS = {"x-ei-request-id", "x-ei-kv-source", "x-ei-cached-tokens", "content-encoding"}
 _events = msgspec.json.Decoder(PrefillEvent)
 _body_encoder = msgspec.msgpack.Encoder()
 

@@ -38,6 +38,7 @@ class _Open(msgspec.Struct):
     """Sums of one slice."""
 
     requests: int = 0
+    measured: int = 0  # of these, with a known output
     t_uc: int = 0
     t_c: int = 0
     pairs: float = 0.0
@@ -91,8 +92,10 @@ class SliceBuilder:
         slot.t_uc += t_uc
         slot.t_c += done.cached_tokens
         slot.pairs += query_key_pairs(t_uc, done.cached_tokens)
-        slot.t_out += done.output_tokens
-        slot.decode_iterations += done.decode_iterations
+        if done.decode_iterations:  # else the engine did not say what it produced
+            slot.measured += 1
+            slot.t_out += done.output_tokens
+            slot.decode_iterations += done.decode_iterations
 
     def iterations(self, message: Iterations) -> None:
         slot = self._at(message.t)
@@ -164,7 +167,7 @@ class SliceBuilder:
             t_uc=slot.t_uc / n,
             t_c=slot.t_c / n,
             pairs=slot.pairs / n,
-            t_out=slot.t_out / n,
+            t_out=slot.t_out / max(1, slot.measured),
             t_acc=slot.t_out / slot.decode_iterations if slot.decode_iterations else 0.0,
             in_decode=slot.in_decode_s / (t1 - t0),
             nodes=[

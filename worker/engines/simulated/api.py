@@ -120,7 +120,7 @@ class Api:
             await self._first_token(call)
             cached = _number(request.headers.get(CACHED_TOKENS), work.cached)
             usage = parsed.stream_options is not None and parsed.stream_options.include_usage
-            form = Form(kind, work.rid, self._model, job, cached, with_usage=usage)
+            form = Form(kind, work.rid, self._model, job, cached, with_usage=usage, routed=bool(rid))
             if parsed.stream:
                 return await self._stream(request, call, form)
             while not call.ended:

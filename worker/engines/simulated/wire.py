@@ -104,12 +104,21 @@ class Form:
     """The JSON of one answer, whole or in chunks."""
 
     def __init__(
-        self, kind: Kind, rid: str, model: str, job: Job, cached_tokens: int, *, with_usage: bool = False
+        self,
+        kind: Kind,
+        rid: str,
+        model: str,
+        job: Job,
+        cached_tokens: int,
+        *,
+        with_usage: bool = False,
+        routed: bool = False,
     ) -> None:
         self._kind, self._model, self._job, self._cached = kind, model, job, cached_tokens
         self._id = ("chatcmpl-" if kind == "chat" else "cmpl-") + rid
         self._created = int(time.time())
         self._with_usage = with_usage
+        self._routed = routed
         self._sent = 0  # tokens
 
     def usage(self, iterations: int) -> dict[str, object]:
@@ -160,7 +169,9 @@ class Form:
         """What follows the last chunk."""
         done = b"data: [DONE]\n\n"
         if not self._with_usage:
-            return done
+            # A comment, which clients pass over: the router accounts every stream, asked for usage or not.
+            comment = msgspec.json.encode({"usage": self.usage(iterations)})
+            return b": " + comment + b"\n\n" + done if self._routed else done
         return _event(self._frame([], chunk=True) | {"usage": self.usage(iterations)}) + done
 
     def _frame(self, choices: list[dict[str, object]], *, chunk: bool) -> dict[str, object]:
