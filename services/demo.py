@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import Annotated
 
-from services.up import Supervisor, UpSettings
+from services.up import Supervisor, UpSettings, check_parts
 from shared.bus import BusError
 from shared.config import ConfigError, Doc, load
 from shared.embedded import EmbeddedError
@@ -28,8 +28,8 @@ class DemoSettings(UpSettings, kw_only=True):
     keep: Annotated[bool, Doc("leave the cluster running after the replay, until Ctrl-C")] = False
 
 
-async def _demo(settings: DemoSettings) -> int:
-    supervisor = Supervisor(settings)
+async def _demo(settings: DemoSettings, config: str | None) -> int:
+    supervisor = Supervisor(settings, config=config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, supervisor.stop_requested.set)
@@ -73,4 +73,4 @@ def main(argv: list[str]) -> int:
     settings = load(
         DemoSettings, "demo", argv, summary="Start a cluster, replay a bundled agent trace, print the report."
     )
-    return asyncio.run(_demo(settings))
+    return asyncio.run(_demo(settings, check_parts(argv)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib
 import os
 import shutil
 import signal
@@ -26,14 +27,24 @@ import aiohttp
 import msgspec
 
 from shared.bus import Bus, BusError
-from shared.config import ConfigError, Doc, Settings, load
+from shared.config import ConfigError, Doc, Settings, file_in, load
 from shared.embedded import EmbeddedError, EmbeddedRedis, free_port
 from shared.split import parse_split
+from shared.timing import profile
 
 STOP_S = 10.0
 READY_S = 60.0
 SETTLED_S = 20.0
 RESTART_FIRST_S, RESTART_MOST_S = 0.5, 15.0
+
+# part -> where its settings are
+PARTS = {
+    "router": ("services.router.settings", "RouterSettings"),
+    "directory": ("services.directory.settings", "DirectorySettings"),
+    "planner": ("services.planner.settings", "PlannerSettings"),
+    "telemetry": ("services.telemetry.settings", "TelemetrySettings"),
+    "worker": ("worker.agent.settings", "WorkerSettings"),
+}
 
 
 class UpSettings(Settings, kw_only=True):
@@ -52,6 +63,7 @@ class UpSettings(Settings, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        profile(self.profile)
         if not 1 <= self.nodes <= 64:
             raise ValueError(f"nodes must be 1 to 64, not {self.nodes}")
         if self.split:
@@ -80,8 +92,9 @@ def _die_with_parent() -> None:
 class Supervisor:
     """Use `start`, then `wait` until stopped, then `stop`; `url` and `page` are the addresses."""
 
-    def __init__(self, settings: UpSettings, *, quiet: bool = False) -> None:
+    def __init__(self, settings: UpSettings, *, config: str | None = None, quiet: bool = False) -> None:
         self.settings = settings
+        self._config = config  # file that the children read too
         self._quiet = quiet
         self._redis: EmbeddedRedis | None = None
         self._children: list[_Child] = []
@@ -114,6 +127,8 @@ class Supervisor:
             "--redis", self.redis_url, "--cluster", s.cluster, "--speedup", str(s.speedup),
             "--host", s.host, "--log-level", s.log_level, "--log-format", s.log_format,
         ]  # fmt: skip
+        if self._config:
+            common += ["--config", self._config]
         self._add("directory", "services.directory", [*common, "--port", "0"])
         self._add("telemetry", "services.telemetry", [
             *common, "--port", str(page_port), "--slice-s", str(s.slice_s),
@@ -242,8 +257,8 @@ class Supervisor:
 
 
 def _child_environment() -> dict[str, str]:
-    """This process's environment without settings: children get theirs as flags."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("EI_")}
+    """This process's environment: a part's own settings in it hold where no flag is given."""
+    kept = dict(os.environ)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         kept.setdefault(name, "1")
     return kept
@@ -272,8 +287,8 @@ def _tail(log: Path, begin: int, lines: int = 5) -> list[str]:
         return []
 
 
-async def _up(settings: UpSettings) -> int:
-    supervisor = Supervisor(settings)
+async def _up(settings: UpSettings, config: str | None) -> int:
+    supervisor = Supervisor(settings, config=config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, supervisor.stop_requested.set)
@@ -299,11 +314,23 @@ async def _up(settings: UpSettings) -> int:
     return code
 
 
+def check_parts(argv: list[str]) -> str | None:
+    """The settings file of `argv`, every part's settings in it and in the environment checked.
+
+    Raises ConfigError: better here, in one line, than by a child that ends again and again.
+    """
+    file = file_in(argv)
+    for name in PARTS:
+        module, struct = PARTS[name]
+        load(getattr(importlib.import_module(module), struct), name, ["--config", file] if file else [])
+    return file
+
+
 def main(argv: list[str]) -> int:
     settings = load(
         UpSettings, "up", argv, summary="Run a whole cluster with simulated workers on this machine."
     )
-    return asyncio.run(_up(settings))
+    return asyncio.run(_up(settings, check_parts(argv)))
 
 
 if __name__ == "__main__":

@@ -181,6 +181,14 @@ def _read_environment(
     return common | own
 
 
+def file_in(argv: Sequence[str]) -> str | None:
+    """The file that `load` would read: of `--config` or EI_CONFIG."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=os.environ.get("EI_CONFIG"))
+    path: str | None = parser.parse_known_args(list(argv))[0].config
+    return path
+
+
 def load(
     struct: type[S],
     section: str,

@@ -225,6 +225,15 @@ def test_the_planner_changes_the_split_during_a_replay_and_no_request_fails(tmp_
         assert max(decode for _, prefill, decode in found["splits"] if prefill + decode == 4) >= 2
 
 
+def test_a_parts_table_reaches_that_part_under_up(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text("[worker]\nl1_tokens = 64000\n")
+    with Up(tmp_path, "--nodes", "2", "--config", str(file)) as up:
+        log = (tmp_path / "logs" / "worker-1.log").read_text()
+        assert "l1_pages=1000 " in log
+        assert len(up.status()["nodes"]) == 2
+
+
 def test_ctrl_c_leaves_no_process_and_a_taken_port_is_one_line(up, tmp_path):
     port = up.url.rpartition(":")[2]
     done = up.evolving("up", "--port", port, "--page-port", "0")
@@ -246,6 +255,8 @@ def test_ctrl_c_leaves_no_process_and_a_taken_port_is_one_line(up, tmp_path):
         ["up", "--split", "x"],
         ["up", "--nodes", "many"],
         ["up", "--mystery", "1"],
+        ["up", "--profile", "nope"],
+        ["up", "--speedup", "nan"],
         ["router", "--redis", "redis://127.0.0.1:1/0"],
         ["worker", "--profile", "nope", "--redis", "redis://127.0.0.1:1/0"],
         ["replay", "/does/not/exist"],
@@ -279,6 +290,10 @@ def test_environment_and_file_are_checked_too(tmp_path):
     file.write_text('redis = "redis://127.0.0.1:1/0"\n[router]\nprot = 1\n')
     done = run({}, "router", "--config", str(file))
     assert done.returncode == 2 and "prot" in done.stderr and str(file) in done.stderr
+    done = run({}, "up", "--config", str(file), "--port", "0", "--page-port", "0")
+    assert done.returncode == 2 and "prot" in done.stderr and str(file) in done.stderr
+    done = run({"EI_WORKER_PROFILE": "nope"}, "up", "--port", "0", "--page-port", "0")
+    assert done.returncode == 2 and "nope" in done.stderr
     file.write_text('redis = "redis://127.0.0.1:1/0"\n')
     done = run({}, "router", "--config", str(file))
     assert done.returncode == 2 and "127.0.0.1:1" in done.stderr
