@@ -221,7 +221,8 @@ async def test_the_summary_shows_nodes_rates_and_splits(cluster, settings):
 async def _seen(service: TelemetryService, **values: object) -> dict[str, object] | None:
     got = await summary(service)
     ready = all(got[key] == value for key, value in values.items())
-    return got if ready and len(got["nodes"]) == 2 and got["nodes"][1]["decodes"] else None
+    reported = len(got["nodes"]) == 2 and all(node["age_s"] is not None for node in got["nodes"])
+    return got if ready and reported else None
 
 
 async def test_metrics_have_standard_names(cluster, settings):
@@ -236,6 +237,7 @@ async def test_metrics_have_standard_names(cluster, settings):
         cluster.done(now)
         cluster.done(now, Outcome.CLIENT_GONE)
         await eventually(lambda: _seen(telemetry, requests=3))
+
         text = (await get(telemetry, "/metrics")).decode()
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     want = {

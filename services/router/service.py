@@ -44,7 +44,8 @@ class RouterService(Service):
         self.spawn(self.branch_out.run(), "publish branch")
         self.spawn(self.requests_out.run(), "publish requests")
         self.proxy = Proxy(self)
-        self._reader = self.bus.reader({"resync": "$", "roles": "$", "windows": "$"})
+        self._reader = self.bus.reader({})
+        await self._reader.follow("resync", "roles", "windows")
         for event in await self.bus.last("roles", 64):
             if isinstance(event.message, RolePlan):
                 self.cluster.planned(event.message)

@@ -114,12 +114,13 @@ class TelemetryService(Service):
         roles = await self.bus.last("roles", RECENT_ROLES)
         for event in roles:
             self._role(event.message)
-        wanted = {"iterations": positions.get("iterations", "$")}
-        for node in live:
-            wanted[f"state:{node}"] = positions.get(f"state:{node}", "$")
+        saved = {"iterations", *(f"state:{node}" for node in live)} & positions.keys()
+        wanted = {stream: positions[stream] for stream in saved}
         wanted["requests"] = requests[-1].position if requests else "0"
         wanted["roles"] = roles[-1].position if roles else "0"
         self._reader: Reader = self.bus.reader(wanted)
+        await self._reader.follow("iterations")
+        await self._follow({f"state:{node}" for node in live})
 
     async def _resume(self, now: float) -> tuple[float, dict[str, str]]:
         """Where slices begin, and the stream positions from which to read for them."""

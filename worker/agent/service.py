@@ -104,9 +104,8 @@ class WorkerService(Service):
         )
         self._api.start(self.engine)
         self._follower = Follower(self.node, self)
-        self._reader = self.bus.reader(
-            {"roles": events[-1].position if events else "0", f"counts:{self.node}": "$"}
-        )
+        self._reader = self.bus.reader({"roles": events[-1].position if events else "0"})
+        await self._reader.follow(f"counts:{self.node}")
         self.spawn(self.engine.run(), "engine")
         self.spawn(self._report_state(), "state")
         self.spawn(self._report_iterations(), "iterations")
