@@ -10,8 +10,8 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 
-from shared.bus import BusError
 from shared.config import ConfigError
+from shared.streams import BusError
 
 # command -> module, function, what it does
 COMMANDS: dict[str, tuple[str, str, str]] = {

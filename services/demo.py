@@ -9,9 +9,9 @@ import sys
 from typing import Annotated
 
 from services.up import Supervisor, UpSettings, check_parts
-from shared.bus import BusError
 from shared.config import ConfigError, Doc, load
 from shared.embedded import EmbeddedError
+from shared.streams import BusError
 
 
 class DemoSettings(UpSettings, kw_only=True):

@@ -42,8 +42,8 @@ async def _run(settings: SplitSettings) -> int:
                 raise ConfigError(f"split {settings.split} has {sum(target)} nodes, the cluster {len(nodes)}")
             wanted = SplitWanted(*target, hold=settings.hold)
         last = [e.message for e in await bus.last("roles", 256) if isinstance(e.message, RolePlan)]
-        reader = bus.reader({"roles": "$"})
-        await reader.read(0.01)
+        reader = bus.reader({})
+        await reader.follow("roles")
         publisher = bus.publisher("roles", f"cli-{uuid.uuid4().hex[:8]}", maxlen=10_000)
         sender = asyncio.create_task(publisher.run())
         try:

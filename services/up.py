@@ -26,10 +26,11 @@ from typing import Annotated
 import aiohttp
 import msgspec
 
-from shared.bus import Bus, BusError
+from shared.bus import Bus
 from shared.config import ConfigError, Doc, Settings, file_in, load
 from shared.embedded import EmbeddedError, EmbeddedRedis, free_port
 from shared.split import parse_split
+from shared.streams import BusError
 from shared.timing import profile
 
 STOP_S = 10.0

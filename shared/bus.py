@@ -2,10 +2,6 @@
 
 Rules that hold here
 - Every key starts with `ei:{CLUSTER}:`; the literal braces put one cluster's keys in one Redis Cluster slot.
-- A stream entry has four fields: `v` schema, `p` producer (the incarnation that numbers), `n` sequence number
-  (1, 2, ... without gaps for one producer on one stream), `m` the message (`shared/messages.py`).
-- A publisher keeps an entry until Redis has it and sends it again after an error; a reader drops what it has
-  seen of the same producer. So a message arrives once and in order, or its absence shows as a gap in `n`.
 - Nothing here waits for ever: commands have a time limit, failures back off with jitter.
 - A lease is a key with a time to live; taking it yields a fencing token that only grows. `commit` writes only
   while its token is the lease's.
@@ -13,12 +9,9 @@ Rules that hold here
 
 from __future__ import annotations
 
-import asyncio
-import random
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
@@ -26,13 +19,11 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, WatchError
 
-from shared import messages
 from shared.log import get_logger
-from shared.messages import NodeInfo, ServiceInfo, StreamMessage
+from shared.messages import NodeInfo, ServiceInfo
+from shared.streams import BATCH, COMMAND_TIMEOUT_S, BusError, Event, Publisher, Reader, read_entry
 
-COMMAND_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 3.0
-BATCH = 512
 
 T = TypeVar("T")
 log = get_logger("bus")
@@ -41,34 +32,8 @@ log = get_logger("bus")
 _Client = Any
 
 
-class BusError(Exception):
-    """Redis cannot be used; the text is one line."""
-
-
 class NotLeader(Exception):
     """A write was refused because the lease belongs to somebody else."""
-
-
-class Event(NamedTuple):
-    stream: str
-    position: str
-    producer: str
-    seq: int
-    message: StreamMessage
-
-
-class Backoff:
-    """Waits that double from `first_s` to `last_s`, each between half and whole (jitter against stampedes)."""
-
-    def __init__(self, first_s: float = 0.05, last_s: float = 2.0) -> None:
-        self._first_s, self._last_s, self._next_s = first_s, last_s, first_s
-
-    def reset(self) -> None:
-        self._next_s = self._first_s
-
-    async def wait(self) -> None:
-        await asyncio.sleep(self._next_s * random.uniform(0.5, 1.0))
-        self._next_s = min(self._next_s * 2, self._last_s)
 
 
 _ACQUIRE = """
@@ -137,7 +102,7 @@ class Bus:
         return Publisher(self._redis, self.key("stream", stream), stream, producer, maxlen, capacity)
 
     def reader(self, streams: Mapping[str, str]) -> Reader:
-        """Reads `streams` (name -> position: "0" from the start, "$" only what comes, or a saved one)."""
+        """Reads `streams` (name -> position, "0" for the start); `Reader.follow` adds what is read from now on."""
         return Reader(self._redis, self.key("stream", ""), dict(streams))
 
     async def last(self, stream: str, n: int = 1) -> list[Event]:
@@ -145,7 +110,7 @@ class Bus:
         entries = await self._call(
             lambda: self._redis.xrevrange(self.key("stream", stream), count=n), f"read {stream}"
         )
-        found = [event for event in (_event(stream, *entry) for entry in entries) if event is not None]
+        found = [event for event in (read_entry(stream, *entry) for entry in entries) if event is not None]
         return found[::-1]
 
     async def _call(self, command: Callable[[], Awaitable[T]], what: str) -> T:
@@ -385,166 +350,3 @@ class Lease:
             lambda: self._release(keys=[self._bus.key("lease", self.name)], args=[value]),
             f"release the {self.name} lease",
         )
-
-
-class Publisher:
-    """Numbers messages and sends them in order; `run` must be running for anything to go out."""
-
-    def __init__(
-        self, redis: _Client, key: str, stream: str, producer: str, maxlen: int, capacity: int
-    ) -> None:
-        self._redis, self._key, self._stream = redis, key, stream
-        self._producer, self._maxlen, self._capacity = producer, maxlen, capacity
-        self._waiting: deque[tuple[int, bytes]] = deque()
-        self._seq = 0
-        self._wake = asyncio.Event()
-        self._empty = asyncio.Event()
-        self._empty.set()
-        self.dropped = 0  # messages given up because Redis stayed away for too long
-
-    @property
-    def seq(self) -> int:
-        return self._seq
-
-    def publish(self, message: StreamMessage) -> int:
-        """Queue a message and return its number. When the queue is full the oldest goes (readers see a gap)."""
-        self._seq += 1
-        if len(self._waiting) >= self._capacity:
-            self._waiting.popleft()
-            self.dropped += 1
-            if self.dropped == 1 or self.dropped % 10_000 == 0:
-                log.warning("publisher_full", stream=self._stream, dropped=self.dropped)
-        self._waiting.append((self._seq, messages.encode(message)))
-        self._empty.clear()
-        self._wake.set()
-        return self._seq
-
-    async def run(self) -> None:
-        backoff = Backoff()
-        while True:
-            await self._wake.wait()
-            while self._waiting:
-                batch = [self._waiting[i] for i in range(min(BATCH, len(self._waiting)))]
-                try:
-                    await self._send(batch)
-                except (RedisError, OSError, TimeoutError) as error:
-                    log.warning(
-                        "publish_failed", stream=self._stream, waiting=len(self._waiting), error=error
-                    )
-                    await backoff.wait()
-                    continue
-                backoff.reset()
-                last = batch[-1][0]
-                while self._waiting and self._waiting[0][0] <= last:
-                    self._waiting.popleft()
-            self._wake.clear()
-            self._empty.set()
-
-    async def _send(self, batch: Iterable[tuple[int, bytes]]) -> None:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for seq, payload in batch:
-                pipe.xadd(
-                    self._key,
-                    {"v": messages.SCHEMA, "p": self._producer, "n": seq, "m": payload},
-                    maxlen=self._maxlen,
-                    approximate=True,
-                )
-            await pipe.execute()
-
-    async def flush(self, timeout_s: float = 5.0) -> None:
-        """Wait until everything is in Redis. Raises TimeoutError."""
-        async with asyncio.timeout(timeout_s):
-            await self._empty.wait()
-
-
-class Reader:
-    """Reads several streams from positions on; survives Redis restarts; duplicates are dropped."""
-
-    def __init__(self, redis: _Client, prefix: str, streams: dict[str, str]) -> None:
-        self._redis, self._prefix = redis, prefix
-        self.positions = streams
-        self._seen: dict[tuple[str, str], int] = {}
-        self._backoff = Backoff()
-
-    def add(self, stream: str, position: str = "$") -> None:
-        self.positions.setdefault(stream, position)
-
-    async def follow(self, *streams: str) -> None:
-        """Add streams from their newest message on: nothing that comes after this call is missed.
-
-        Raises BusError.
-        """
-        for stream in streams:
-            self.add(stream)
-        try:
-            await self._resolve()
-        except (RedisError, OSError, TimeoutError) as error:
-            raise BusError(f"Redis: cannot follow {', '.join(streams)}: {error}") from None
-
-    def remove(self, stream: str) -> None:
-        self.positions.pop(stream, None)
-        for key in [key for key in self._seen if key[0] == stream]:
-            del self._seen[key]
-
-    async def read(self, block_s: float = 1.0) -> list[Event]:
-        """What has come, in stream order; [] when nothing came within `block_s` or Redis was away."""
-        if not self.positions:
-            await asyncio.sleep(block_s)
-            return []
-        try:
-            await self._resolve()
-            reply = await self._redis.xread(
-                {self._prefix + stream: position for stream, position in self.positions.items()},
-                count=BATCH,
-                block=max(1, int(min(block_s, COMMAND_TIMEOUT_S / 2) * 1000)),
-            )
-        except (RedisError, OSError, TimeoutError) as error:
-            log.warning("read_failed", streams=len(self.positions), error=error)
-            await self._backoff.wait()
-            return []
-        self._backoff.reset()
-        found: list[Event] = []
-        pairs = reply.items() if isinstance(reply, dict) else reply
-        for key, entries in pairs:
-            stream = key.decode().removeprefix(self._prefix)
-            if (
-                entries
-                and isinstance(entries[0], list)
-                and entries[0]
-                and isinstance(entries[0][0], list | tuple)
-            ):
-                entries = entries[0]  # RESP3 nests the entries once more
-            for entry_id, fields in entries:
-                if stream in self.positions:
-                    self.positions[stream] = entry_id.decode()
-                event = _event(stream, entry_id, fields)
-                if event is None:
-                    continue
-                key_seen = (stream, event.producer)
-                if event.seq <= self._seen.get(key_seen, 0):
-                    continue
-                self._seen[key_seen] = event.seq
-                found.append(event)
-        return found
-
-    async def _resolve(self) -> None:
-        """Turn "$" into the newest position, so that nothing between two reads is missed."""
-        for stream, position in list(self.positions.items()):
-            if position == "$":
-                newest = await self._redis.xrevrange(self._prefix + stream, count=1)
-                if stream in self.positions:
-                    self.positions[stream] = newest[0][0].decode() if newest else "0-0"
-
-
-def _event(stream: str, entry_id: bytes, fields: Mapping[bytes, bytes]) -> Event | None:
-    try:
-        schema, producer, seq = int(fields[b"v"]), fields[b"p"].decode(), int(fields[b"n"])
-        payload = fields[b"m"]
-    except (KeyError, ValueError, UnicodeDecodeError):
-        log.warning("entry_unreadable", stream=stream, id=entry_id.decode())
-        return None
-    message = messages.decode(schema, payload)
-    if message is None:
-        log.warning("message_skipped", stream=stream, id=entry_id.decode(), schema=schema, producer=producer)
-        return None
-    return Event(stream, entry_id.decode(), producer, seq, message)

@@ -18,7 +18,6 @@ from enum import Enum
 
 import numpy as np
 
-from shared.bus import Event
 from shared.kvindex import KvIndex
 from shared.messages import (
     KvSnapshot,
@@ -29,6 +28,7 @@ from shared.messages import (
     Tier,
     unpack_pages,
 )
+from shared.streams import Event
 
 KV_STREAM = "kv:"
 MAX_BUFFERED = 20_000  # events kept while a snapshot is on its way; more means another snapshot

@@ -28,10 +28,11 @@ from aiohttp import web
 
 from shared import config
 from shared import log as logging
-from shared.bus import Backoff, Bus, BusError
+from shared.bus import Bus
 from shared.clock import Clock
 from shared.config import ConfigError, Settings
 from shared.messages import ServiceInfo
+from shared.streams import Backoff, BusError
 
 SHUTDOWN_S = 10.0
 REGISTER_TTL_S = 5.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from shared.bus import Commit, Event, Stored
+from shared.bus import Commit, Stored
 from shared.messages import (
     BranchEnded,
     BranchPlaced,
@@ -24,6 +24,7 @@ from shared.messages import (
     Tier,
     pack_pages,
 )
+from shared.streams import Event
 
 Path = tuple[int, ...]
 PURE = (Phase.PREFILL, Phase.DECODE)

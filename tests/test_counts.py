@@ -11,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.directory.core import Batch, Directory
 from services.directory.rewind import Rewind
-from shared.bus import Event
 from shared.kvfollow import KV_STREAM
 from shared.messages import (
     BranchRequest,
@@ -23,6 +22,7 @@ from shared.messages import (
     Tier,
     pack_pages,
 )
+from shared.streams import Event
 from tests.directory_oracle import (
     PURE,
     Oracle,

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from shared.bus import Bus, BusError, Event, Publisher
+from shared.bus import Bus
 from shared.clock import Clock
 from shared.embedded import EmbeddedRedis, free_port
 from shared.messages import (
@@ -31,6 +31,7 @@ from shared.messages import (
     Tier,
     unpack_pages,
 )
+from shared.streams import BusError, Event, Publisher
 from tests.conftest import eventually
 from tests.directory_oracle import (
     Oracle,

@@ -7,10 +7,10 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.bus import Event
 from shared.kvfollow import Follow, KvFollower
 from shared.kvindex import KvIndex
 from shared.messages import KvSnapshot, PagesCleared, PagesRemoved, PagesStored, Tier, pack_pages
+from shared.streams import Event
 
 
 def stored(seq, pages, tier=Tier.L1, boot="a"):

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from shared.bus import Bus, Event
+from shared.bus import Bus
 from shared.kvfollow import Follow, KvFollower
 from shared.kvindex import KvIndex
 from shared.messages import (
@@ -34,6 +34,7 @@ from shared.messages import (
     pack_pages,
 )
 from shared.pages import page_hashes
+from shared.streams import Event
 from tests.conftest import eventually
 from tests.worker_nodes import check_empty, node, prefill
 from worker.agent.follow import Follower

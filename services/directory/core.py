@@ -24,7 +24,7 @@ import msgspec
 
 from services.directory.branches import Branch, BranchTable, Change
 from services.directory.counts import Counted, Counts, NodeChanges
-from shared.bus import Commit, Event, Stored
+from shared.bus import Commit, Stored
 from shared.kvfollow import KV_STREAM, Follow, KvFollower
 from shared.kvindex import KvIndex
 from shared.messages import (
@@ -44,6 +44,7 @@ from shared.messages import (
     pack_pages,
     unpack_pages,
 )
+from shared.streams import Event
 
 STREAMS = ("branch", "roles", "resync")
 MAX_PRODUCERS = 64  # routers whose last number on `branch` is remembered

@@ -24,9 +24,10 @@ import msgspec
 
 from services.directory.core import STREAMS, Batch, Directory, NodeRecord
 from services.directory.rewind import Rewind
-from shared.bus import BATCH, Backoff, BusError, Event, Lease, NotLeader, Publisher
+from shared.bus import Lease, NotLeader
 from shared.kvfollow import KV_STREAM
 from shared.messages import BranchPlaced, CountsChanged, CountsFull, KvSnapshot, PathWanted, pack_pages
+from shared.streams import BATCH, Backoff, BusError, Event, Publisher
 
 if TYPE_CHECKING:
     from services.directory.service import DirectoryService

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from shared.bus import Event
 from shared.messages import (
     KvSnapshot,
     PageArray,
@@ -27,6 +26,7 @@ from shared.messages import (
     pack_pages,
     unpack_pages,
 )
+from shared.streams import Event
 
 
 class Rewind:

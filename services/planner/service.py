@@ -23,10 +23,10 @@ from services.planner.fitting import NodeSamples
 from services.planner.roles import Life
 from services.planner.settings import PlannerSettings
 from services.planner.view import plan_view
-from shared.bus import Backoff, BusError, Event, Reader
 from shared.messages import Iterations, Models, NodeModel, RoleAck, RolePlan, RoleStage, Slice, SplitWanted
 from shared.service import Service
 from shared.split import split_text
+from shared.streams import Backoff, BusError, Event, Reader
 
 LEASE_S = 3.0
 LOOK_S = 1.0  # between two looks at the registry
@@ -255,7 +255,7 @@ class PlannerService(Service):
         if outcome.plan is not None:
             await self._publish(core, reader, outcome.plan)
         if core.learning and "iterations" not in reader.positions:
-            reader.add("iterations")
+            await reader.follow("iterations")
         elif not core.learning and "iterations" in reader.positions:
             reader.remove("iterations")
         await self._save(core, reader)

@@ -21,9 +21,10 @@ import numpy as np
 import prometheus_client
 from aiohttp import web
 
+from services.router.flight import Flight
 from services.router.placement import Candidate, Costs, Prefill, bind_decode, candidates
-from services.router.upstream import NETWORK_ERRORS, Moved, Usage, ask_any, relayed, usage_in
-from shared.messages import BranchPlaced, FetchPlan, Outcome, Phase, PrefillCall, PrefillEvent, RequestDone
+from services.router.upstream import NETWORK_ERRORS, Moved, ask_any, relayed, usage_in
+from shared.messages import BranchPlaced, FetchPlan, Outcome, Phase, PrefillCall, PrefillEvent
 from shared.openai import (
     ApiError,
     Call,
@@ -54,26 +55,6 @@ _HOP_HEADERS = {
 _INTERNAL_HEADERS = {"x-ei-request-id", "x-ei-kv-source", "x-ei-cached-tokens", "content-encoding"}
 _events = msgspec.json.Decoder(PrefillEvent)
 _body_encoder = msgspec.msgpack.Encoder()
-
-
-class _Flight(msgspec.Struct):
-    """One request on its way; becomes its RequestDone."""
-
-    rid: str
-    branch: str
-    t_arrive: float
-    prompt_tokens: int
-    prefill_node: str = ""
-    decode_node: str = ""
-    t_prefill_start: float = 0.0
-    t_prefill_end: float = 0.0
-    t_first_token: float = 0.0
-    cached_tokens: int = 0
-    fetched_tokens: int = 0
-    restored_tokens: int = 0
-    usage: Usage = Usage()
-    outcome: Outcome = Outcome.FAILED
-    error: str = ""
 
 
 def api_response(body: object, status: int = 200) -> web.Response:
@@ -148,7 +129,7 @@ class Proxy:
         self._s.branch_out.publish(
             self._s.branches.request(identity.branch, identity.parent, identity.tagged, path, t_arrive)
         )
-        flight = _Flight(f"r-{uuid.uuid4().hex}", identity.branch, t_arrive, tokens.size)
+        flight = Flight(f"r-{uuid.uuid4().hex}", identity.branch, t_arrive, tokens.size)
         try:
             answer = await self._route(request, call, kind, body, tokens, path, flight)
             refused = 400 <= answer.status < 500
@@ -164,7 +145,7 @@ class Proxy:
         finally:
             self._finish(flight, identity)
 
-    def _finish(self, flight: _Flight, identity: Identity) -> None:
+    def _finish(self, flight: Flight, identity: Identity) -> None:
         for name in (flight.prefill_node, flight.decode_node):
             node = self._cluster.nodes.get(name)
             if node is not None:
@@ -175,27 +156,7 @@ class Proxy:
         self._done.labels(flight.outcome.value).inc()
         if flight.t_first_token:
             self._ttft.observe(flight.t_first_token - flight.t_arrive)
-        self._s.requests_out.publish(
-            RequestDone(
-                rid=flight.rid,
-                branch=flight.branch,
-                outcome=flight.outcome,
-                t_arrive=flight.t_arrive,
-                t_prefill_start=flight.t_prefill_start,
-                t_prefill_end=flight.t_prefill_end,
-                t_first_token=flight.t_first_token,
-                t_end=self._clock.now(),
-                prompt_tokens=flight.prompt_tokens,
-                cached_tokens=flight.cached_tokens,
-                fetched_tokens=flight.fetched_tokens,
-                restored_tokens=flight.restored_tokens,
-                output_tokens=flight.usage.completion_tokens,
-                decode_iterations=flight.usage.decode_iterations,
-                prefill_node=flight.prefill_node,
-                decode_node=flight.decode_node,
-                error=flight.error,
-            )
-        )
+        self._s.requests_out.publish(flight.record(self._clock.now()))
 
     def _check_model(self, call: Call) -> None:
         known = self._cluster.models()
@@ -235,7 +196,7 @@ class Proxy:
         body: bytes,
         tokens: TokenArray,
         path: PageArray,
-        flight: _Flight,
+        flight: Flight,
     ) -> web.StreamResponse:
         needed = tokens.size + (call.output_limit or DEFAULT_OUTPUT_TOKENS)
         await self._prefill_somewhere(call.model, tokens, path, flight, needed)
@@ -256,7 +217,7 @@ class Proxy:
         raise _gave_up("decode", self._settings.max_attempts)
 
     async def _prefill_somewhere(
-        self, model: str, tokens: TokenArray, path: PageArray, flight: _Flight, needed: int
+        self, model: str, tokens: TokenArray, path: PageArray, flight: Flight, needed: int
     ) -> None:
         """Compute the prompt's KV on the node with the shortest predicted TTFT (section 5.3)."""
         data = tokens.astype("<i4", copy=False).tobytes()
@@ -320,7 +281,7 @@ class Proxy:
             tried.clear()  # nobody is left: a node that was tried may do by now
             await self._wait_for_change(deadline, "prefill")
 
-    async def _bind(self, model: str, flight: _Flight, needed: int, tried: set[str]) -> None:
+    async def _bind(self, model: str, flight: Flight, needed: int, tried: set[str]) -> None:
         """Choose the decode node and place the branch there (E.3, line 13)."""
         deadline = asyncio.get_running_loop().time() + self._settings.place_timeout_s
         while True:
@@ -361,9 +322,7 @@ class Proxy:
         except TimeoutError:
             pass
 
-    async def _prefill(
-        self, url: str, model: str, prefill: PrefillCall, flight: _Flight, needed: int
-    ) -> None:
+    async def _prefill(self, url: str, model: str, prefill: PrefillCall, flight: Flight, needed: int) -> None:
         """Raises Moved, or a network error, when the node does not finish it."""
         async with self._s.http.post(
             url + "/ei/v1/prefill",
@@ -395,7 +354,7 @@ class Proxy:
         raise Moved("the node closed the connection before the prefill was done")
 
     async def _decode(
-        self, request: web.Request, kind: Kind, body: bytes, flight: _Flight
+        self, request: web.Request, kind: Kind, body: bytes, flight: Flight
     ) -> web.StreamResponse:
         node = self._cluster.nodes.get(flight.decode_node)
         if node is None:
@@ -429,7 +388,7 @@ class Proxy:
             return await self._pass_through(request, answer, flight)
 
     async def _pass_through(
-        self, request: web.Request, answer: aiohttp.ClientResponse, flight: _Flight
+        self, request: web.Request, answer: aiohttp.ClientResponse, flight: Flight
     ) -> web.StreamResponse:
         streams = answer.content_type == "text/event-stream"
         out = web.StreamResponse(status=answer.status)
@@ -470,7 +429,7 @@ class Proxy:
         await out.write_eof()
         return out
 
-    async def _end_broken(self, out: web.StreamResponse, streams: bool, flight: _Flight) -> None:
+    async def _end_broken(self, out: web.StreamResponse, streams: bool, flight: Flight) -> None:
         """End an answer whose node died: an error event in a stream, a cut connection otherwise."""
         self._s.log.warning("stream_broken", rid=flight.rid, node=flight.decode_node, error=flight.error)
         if streams:

@@ -16,11 +16,11 @@ from services.router.identity import Identifier, check_branch_id
 from services.router.proxy import Proxy, api_response
 from services.router.settings import RouterSettings
 from shared.api_errors import openai_errors
-from shared.bus import BusError
 from shared.kvfollow import KV_STREAM, Follow
 from shared.messages import BranchEnded, KvSnapshot, Models, NodeState, PathWanted, RolePlan, Slice
 from shared.openai import ApiError
 from shared.service import Service
+from shared.streams import BusError
 
 REGISTRY_S = 0.5
 SNAPSHOT_TIMEOUT_S = 10.0

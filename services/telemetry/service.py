@@ -23,9 +23,9 @@ from services.telemetry.cluster import ClusterView, Point
 from services.telemetry.metrics import ClusterCollector, RequestMeters
 from services.telemetry.settings import TelemetrySettings
 from services.telemetry.windows import SliceBuilder
-from shared.bus import BusError, Event, Reader
 from shared.messages import Iterations, NodeState, RequestDone, RoleAck, RolePlan, Slice
 from shared.service import Service
+from shared.streams import BusError, Event, Reader
 
 TICK_S = 1.0
 CATCH_UP_S = 120.0  # wall seconds

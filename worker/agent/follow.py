@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from shared.bus import Event
 from shared.messages import CountsChanged, CountsFull, Phase, RolePlan, unpack_pages
+from shared.streams import Event
 
 FIRST_ASK_S, LAST_ASK_S = 2.0, 30.0
 

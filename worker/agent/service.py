@@ -18,7 +18,6 @@ import msgspec
 from aiohttp import web
 
 from shared.api_errors import openai_errors
-from shared.bus import Event
 from shared.messages import (
     CountsWanted,
     Iterations,
@@ -37,6 +36,7 @@ from shared.messages import (
 )
 from shared.openai import ApiError
 from shared.service import Service
+from shared.streams import Event
 from worker.agent.follow import Follower
 from worker.agent.metrics import WorkerMetrics
 from worker.agent.settings import WorkerSettings
