@@ -11,6 +11,7 @@ from typing import Annotated
 from shared.bus import Bus
 from shared.config import ConfigError, Doc, Settings, load
 from shared.messages import RoleAck, RolePlan, RoleStage, SplitWanted
+from shared.redis_client import redis_url, safe_url
 from shared.split import Split, parse_split, split_of
 
 
@@ -29,10 +30,12 @@ class SplitSettings(Settings, kw_only=True):
 
 
 async def _run(settings: SplitSettings) -> int:
-    bus = await Bus.connect(settings.redis, settings.cluster)
+    bus = await Bus.connect(redis_url(settings), settings.cluster)
     try:
         if not any(info.service == "planner" for info in await bus.services()):
-            raise ConfigError(f"no planner is running in cluster {settings.cluster!r} at {settings.redis}")
+            raise ConfigError(
+                f"no planner is running in cluster {settings.cluster!r} at {safe_url(settings.redis)}"
+            )
         nodes = await bus.nodes()
         wanted = SplitWanted(0, 0, release=True)
         target = Split(0, 0)

@@ -14,6 +14,7 @@ from rich.table import Table
 from shared.bus import Bus
 from shared.config import ConfigError, Doc, Settings, load
 from shared.messages import NodeInfo, NodeState, Phase, ServiceInfo
+from shared.redis_client import redis_url, safe_url
 from shared.split import split_text
 
 TIMEOUT_S = 5.0
@@ -158,7 +159,7 @@ def _show(status: Status) -> None:
 
 
 async def _run(settings: StatusSettings) -> int:
-    bus = await Bus.connect(settings.redis, settings.cluster)
+    bus = await Bus.connect(redis_url(settings), settings.cluster)
     try:
         status = await collect(bus)
     finally:
@@ -168,7 +169,7 @@ async def _run(settings: StatusSettings) -> int:
     else:
         _show(status)
     if not status.nodes and not status.services:
-        raise ConfigError(f"nothing is running in cluster {settings.cluster!r} at {settings.redis}")
+        raise ConfigError(f"nothing is running in cluster {settings.cluster!r} at {safe_url(settings.redis)}")
     return 0
 
 

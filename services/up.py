@@ -14,6 +14,7 @@ import asyncio
 import ctypes
 import importlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ import msgspec
 from shared.bus import Bus
 from shared.config import ConfigError, Doc, Settings, file_in, load
 from shared.embedded import EmbeddedError, EmbeddedRedis, free_port
+from shared.redis_client import redis_url, safe_url
 from shared.split import parse_split
 from shared.streams import BusError
 from shared.timing import profile
@@ -37,6 +39,7 @@ STOP_S = 10.0
 READY_S = 60.0
 SETTLED_S = 20.0
 RESTART_FIRST_S, RESTART_MOST_S = 0.5, 15.0
+_REDIS_VARIABLE = re.compile("EI_(.*_)?REDIS(_USERNAME|_PASSWORD|_PASSWORD_FILE)?")
 
 # part -> where its settings are
 PARTS = {
@@ -104,7 +107,7 @@ class Supervisor:
         self.stop_requested = asyncio.Event()
         self._own_logs = not settings.logs
         self.logs = Path(settings.logs or tempfile.mkdtemp(prefix="evolving-logs-"))
-        self.redis_url = settings.redis
+        self.redis_url = redis_url(settings)
         self.url = self.page = ""
 
     def say(self, text: str) -> None:
@@ -125,8 +128,8 @@ class Supervisor:
         bus = await Bus.connect(self.redis_url, s.cluster)
         await bus.close()
         common = [
-            "--redis", self.redis_url, "--cluster", s.cluster, "--speedup", str(s.speedup),
-            "--host", s.host, "--log-level", s.log_level, "--log-format", s.log_format,
+            "--cluster", s.cluster, "--speedup", str(s.speedup), "--host", s.host,
+            "--log-level", s.log_level, "--log-format", s.log_format,
         ]  # fmt: skip
         if self._config:
             common += ["--config", self._config]
@@ -193,7 +196,7 @@ class Supervisor:
                     stderr=log,
                     start_new_session=True,
                     preexec_fn=_die_with_parent,
-                    env=_child_environment(),
+                    env=_child_environment(self.redis_url),
                 )
             code = await child.process.wait()
             if self._stopping.is_set():
@@ -257,9 +260,11 @@ class Supervisor:
                     await child.process.wait()
 
 
-def _child_environment() -> dict[str, str]:
-    """This process's environment: a part's own settings in it hold where no flag is given."""
-    kept = dict(os.environ)
+def _child_environment(redis: str) -> dict[str, str]:
+    """This process's environment: a part's own settings in it hold where no flag is given. With the URL of Redis,
+    which is no flag: it may hold a password, and every user sees the flags of a process."""
+    kept = {name: value for name, value in os.environ.items() if not _REDIS_VARIABLE.fullmatch(name)}
+    kept["EI_REDIS"] = redis
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         kept.setdefault(name, "1")
     return kept
@@ -299,7 +304,7 @@ async def _up(settings: UpSettings, config: str | None) -> int:
         if not supervisor.stop_requested.is_set():
             print(f"router     {supervisor.url}/v1  (OpenAI API; model {settings.model})")
             print(f"live page  {supervisor.page}")
-            print(f"redis      {supervisor.redis_url}")
+            print(f"redis      {safe_url(supervisor.redis_url)}")
             print(f"logs       {supervisor.logs}")
             print(
                 f"{settings.nodes} nodes ready, {settings.speedup:g} times faster than their model. Ctrl-C stops."

@@ -3,37 +3,45 @@
 Rules that hold here
 - Every key starts with `ei:{CLUSTER}:`; the literal braces put one cluster's keys in one Redis Cluster slot.
 - Nothing here waits for ever: commands have a time limit, failures back off with jitter.
-- A lease is a key with a time to live; taking it yields a fencing token that only grows. `commit` writes only
-  while its token is the lease's.
+- A lease is a key with a time to live; taking it yields a fencing token that only grows, also when a failover of
+  Redis took the last ones back: it is a time in milliseconds. `commit` writes only while its token is the lease's.
+- The directory's batches are numbered, and one is written only on top of the one before: a leader learns from
+  that when Redis lost what it wrote.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+import numpy as np
+import numpy.typing as npt
 from redis.exceptions import RedisError, WatchError
 
 from shared.log import get_logger
-from shared.messages import NodeInfo, ServiceInfo
-from shared.streams import BATCH, COMMAND_TIMEOUT_S, BusError, Event, Publisher, Reader, read_entry
+from shared.messages import NodeInfo, PageArray, ServiceInfo
+from shared.redis_client import explain, open_redis, safe_url
+from shared.streams import BATCH, BusError, Event, Publisher, Reader, read_entry
 
-CONNECT_TIMEOUT_S = 3.0
+SCAN_FIELDS = 10_000  # fields of a hash in one answer, about
 
 T = TypeVar("T")
 log = get_logger("bus")
 
 # redis-py types its answers for every mode at once; this module uses the mode that answers in bytes
 _Client = Any
+_Hash = dict[bytes, bytes]
 
 
 class NotLeader(Exception):
     """A write was refused because the lease belongs to somebody else."""
+
+
+class StateLost(Exception):
+    """Redis does not have the batch that was written last: a failover took it back."""
 
 
 _ACQUIRE = """
@@ -44,9 +52,12 @@ if held then
   redis.call('PEXPIRE', KEYS[1], ARGV[2])
   return tonumber(token)
 end
-local token = redis.call('INCR', KEYS[2])
+local now = redis.call('TIME')
+local token = now[1] * 1000 + math.floor(now[2] / 1000)
+token = string.format('%.0f', math.max(token, tonumber(redis.call('GET', KEYS[2]) or '0') + 1))
+redis.call('SET', KEYS[2], token)
 redis.call('SET', KEYS[1], token .. ' ' .. ARGV[1], 'PX', ARGV[2])
-return token
+return tonumber(token)
 """
 _RENEW = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
@@ -68,23 +79,15 @@ class Bus:
 
     @classmethod
     async def connect(cls, url: str, cluster: str = "main") -> Bus:
-        """Raises BusError when the URL is none or nobody answers there within 3 s."""
-        try:
-            redis: _Client = Redis.from_url(
-                url,
-                socket_connect_timeout=CONNECT_TIMEOUT_S,
-                socket_timeout=COMMAND_TIMEOUT_S,
-                retry=Retry(NoBackoff(), 0),
-            )
-        except ValueError as error:
-            raise BusError(f"{url!r} is not a Redis URL: {error}") from None
+        """Raises BusError when the URL (`shared/redis_client.py`) is none or Redis cannot be used there."""
+        redis: _Client = open_redis(url)
         bus = cls(redis, cluster)
         try:
-            await redis.ping()
+            # Not PING: this also asks whether the user may read the cluster's keys.
+            await redis.get(bus.key("commit"))
         except (RedisError, OSError, TimeoutError) as error:
             await bus.close()
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise BusError(f"Redis at {url} cannot be used: {reason}") from None
+            raise BusError(f"Redis at {safe_url(url)} cannot be used: {explain(error, url)}") from None
         return bus
 
     async def close(self) -> None:
@@ -96,10 +99,18 @@ class Bus:
     # ------------------------------------------------------------------------- streams
 
     def publisher(
-        self, stream: str, producer: str, *, maxlen: int = 100_000, capacity: int = 50_000
+        self,
+        stream: str,
+        producer: str,
+        *,
+        maxlen: int = 100_000,
+        capacity: int = 50_000,
+        keep: bool = True,
     ) -> Publisher:
-        """`maxlen` trims the stream in Redis (about), `capacity` bounds what waits here."""
-        return Publisher(self._redis, self.key("stream", stream), stream, producer, maxlen, capacity)
+        """`maxlen` trims the stream in Redis (about); see `Publisher` for the rest."""
+        number_key = self.key("number", stream, producer)
+        key = self.key("stream", stream)
+        return Publisher(self._redis, key, number_key, stream, producer, maxlen, capacity, keep)
 
     def reader(self, streams: Mapping[str, str]) -> Reader:
         """Reads `streams` (name -> position, "0" for the start); `Reader.follow` adds what is read from now on."""
@@ -194,101 +205,227 @@ class Bus:
     async def commit(self, lease: Lease, commit: Commit) -> None:
         """Write one batch of the directory in one transaction, unless another has taken the lease since.
 
-        Raises NotLeader when one has, or the lease was given up (nothing is written), BusError when Redis fails (the
-        batch may or may not be written: all values are absolute, so it is safe to commit it again).
+        Raises NotLeader when one has, or the lease was given up, and StateLost when the batch before is not there
+        (nothing is written either time); BusError when Redis fails (the batch may or may not be written: all values
+        are absolute, so it is safe to commit it again).
         """
         # The fence, not the lease: it changes exactly when another takes the lease, and not when we renew it.
-        fence = self.key("fence", lease.name)
+        fence, number = self.key("fence", lease.name), self.key("commit")
         try:
             async with self._redis.pipeline(transaction=True) as pipe:
-                await pipe.watch(fence)
-                if lease.token is None or await pipe.get(fence) != str(lease.token).encode():
+                await pipe.watch(fence, number)
+                token, last = await pipe.mget(fence, number)
+                if lease.token is None or token != str(lease.token).encode():
                     raise NotLeader(f"the {lease.name} lease was lost")
+                if int(last or 0) not in (commit.number - 1, commit.number):
+                    raise StateLost(f"Redis has batch {int(last or 0)} where {commit.number - 1} was written")
                 pipe.multi()
-                for node, counts in commit.counts.items():
-                    key = self.key("count", node)
-                    changed = {page.to_bytes(8, "little", signed=True): n for page, n in counts.items() if n}
-                    zero = [page.to_bytes(8, "little", signed=True) for page, n in counts.items() if not n]
-                    if changed:
-                        pipe.hset(key, mapping=changed)
-                    if zero:
-                        pipe.hdel(key, *zero)
-                for node in commit.dropped_nodes:
-                    pipe.delete(self.key("count", node))
-                for branch, blob in commit.branches.items():
-                    if blob is None:
-                        pipe.hdel(self.key("branches"), branch)
-                        pipe.delete(self.key("path", branch))
-                    else:
-                        pipe.hset(self.key("branches"), branch, blob)
-                for branch, (offset, pages) in commit.paths.items():
-                    if offset:
-                        pipe.setrange(self.key("path", branch), offset * 8, pages)
-                    else:
-                        pipe.set(self.key("path", branch), pages)
-                state = {field: value for field, value in commit.state.items() if value is not None}
-                gone = [field for field, value in commit.state.items() if value is None]
-                if state:
-                    pipe.hset(self.key("directory"), mapping=state)
-                if gone:
-                    pipe.hdel(self.key("directory"), *gone)
+                pipe.set(number, commit.number)
+                self._write(pipe, commit)
                 await pipe.execute()
         except WatchError:
             raise NotLeader(f"the {lease.name} lease changed hands during a write") from None
         except (RedisError, OSError, TimeoutError) as error:
             raise BusError(f"Redis: cannot commit: {error or type(error).__name__}") from None
 
+    def _write(self, pipe: _Client, commit: Commit) -> None:
+        counted = self.key("counted")
+        for node, change in commit.counts.items():
+            key = self.key("count", node)
+            if change.empty:
+                pipe.delete(key)
+                pipe.srem(counted, node)
+                continue
+            positive = change.counts > 0
+            # A void of 8 bytes is a field as it stands.
+            fields = change.pages[positive].astype("<i8", copy=False).view("V8").tolist()
+            zero = change.pages[~positive].astype("<i8", copy=False).view("V8").tolist()
+            if fields:
+                values = change.counts[positive].tolist()
+                pipe.sadd(counted, node)
+                pipe.hset(key, items=list(itertools.chain.from_iterable(zip(fields, values, strict=True))))
+            if zero:
+                pipe.hdel(key, *zero)
+        _write_hash(pipe, self.key("branches"), commit.branches)
+        _write_hash(pipe, self.key("segments"), {str(n): blob for n, blob in commit.segments.items()})
+        gone = [self.key("pages", str(n)) for n, blob in commit.segments.items() if blob is None]
+        if gone:
+            pipe.delete(*gone)
+        for number, (first, pages) in commit.pages.items():
+            key = self.key("pages", str(number))
+            if first:
+                pipe.setrange(key, first * 8, pages)
+            else:
+                pipe.set(key, pages)
+        _write_hash(pipe, self.key("directory"), commit.state)
+
+    async def committed(self) -> int:
+        """Number of the batch that was written last; 0 when there is none. Raises BusError."""
+        return int(await self._call(lambda: self._redis.get(self.key("commit")), "read the state") or 0)
+
     async def load_directory(self) -> Stored:
-        """Everything that `commit` wrote. Raises BusError."""
+        """Everything that `commit` wrote; a batch written meanwhile may be read in part. Raises BusError."""
 
         async def read() -> Stored:
-            state: dict[bytes, bytes] = await self._redis.hgetall(self.key("directory"))
-            branches: dict[bytes, bytes] = await self._redis.hgetall(self.key("branches"))
-            names = list(branches)
-            paths: dict[str, bytes] = {}
-            for start in range(0, len(names), BATCH):
-                part = names[start : start + BATCH]
-                blobs = await self._redis.mget([self.key("path", name.decode()) for name in part])
-                paths |= {n.decode(): blob or b"" for n, blob in zip(part, blobs, strict=True)}
-            counts: dict[str, dict[int, int]] = {}
-            marker = self.key("count", "")
-            async for key in self._scan(marker + "*"):
-                table: dict[int, int] = {}
-                async for page, n in self._redis.hscan_iter(key, count=10_000):
-                    table[int.from_bytes(page, "little", signed=True)] = int(n)
-                counts[key.removeprefix(marker)] = table
-            return Stored(
-                counts=counts,
-                branches={name.decode(): blob for name, blob in branches.items()},
-                paths=paths,
-                state={name.decode(): value for name, value in state.items()},
-            )
+            number, state, branches, segments, nodes = await self._heads()
+            numbers = list(segments)
+            pages: dict[int, bytes] = {}
+            for start in range(0, len(numbers), BATCH):
+                part = numbers[start : start + BATCH]
+                blobs = await self._redis.mget([self.key("pages", n.decode()) for n in part])
+                pages |= {int(n): blob or b"" for n, blob in zip(part, blobs, strict=True)}
+            counts = {}
+            for node in nodes:
+                table: dict[bytes, bytes] = {}
+                cursor: int | None = None
+                while cursor != 0:
+                    key = self.key("count", node)
+                    cursor, found = await self._redis.hscan(key, cursor or 0, count=SCAN_FIELDS)
+                    table |= found
+                counts[node] = _node_counts(table)
+            return _stored(number, state, branches, segments, pages, counts)
 
         return await self._call(read, "load the directory")
 
-    async def _scan(self, pattern: str) -> AsyncIterator[str]:
-        escaped = pattern.replace("[", "\\[").replace("]", "\\]")
-        async for key in self._redis.scan_iter(match=escaped, count=1000):
-            yield key.decode()
+    async def load_directory_at_once(self) -> Stored:
+        """Everything that `commit` wrote, between two batches. Redis stands still for about 0.5 s for a million
+        counts: for checks, not for services. Raises BusError."""
+
+        async def read() -> Stored:
+            while True:
+                async with self._redis.pipeline(transaction=True) as pipe:
+                    await pipe.watch(self.key("commit"))
+                    numbers = await pipe.hkeys(self.key("segments"))
+                    nodes = sorted(node.decode() for node in await pipe.smembers(self.key("counted")))
+                    pipe.multi()
+                    self._ask_heads(pipe)
+                    for n in numbers:
+                        pipe.get(self.key("pages", n.decode()))
+                    for node in nodes:
+                        pipe.hgetall(self.key("count", node))
+                    try:
+                        heads, rest = _split(await pipe.execute(), _HEADS)
+                    except WatchError:
+                        continue
+                    blobs, tables = _split(rest, len(numbers))
+                    pages = {int(n): blob or b"" for n, blob in zip(numbers, blobs, strict=True)}
+                    counts = {n: _node_counts(table) for n, table in zip(nodes, tables, strict=True)}
+                    number, state, branches, segments, _ = heads
+                    return _stored(number, state, branches, segments, pages, counts)
+
+        return await self._call(read, "read the directory's state")
+
+    async def load_branch(self, branch: str) -> bytes | None:
+        """The branch's record; None when it is not active. Raises BusError."""
+        key = self.key("branches")
+        return await self._call(lambda: self._redis.hget(key, branch), f"read branch {branch}")
+
+    async def load_segment(self, number: int) -> tuple[bytes | None, bytes]:
+        """A segment's record, None when it does not exist, and its pages. Raises BusError."""
+
+        async def read() -> tuple[bytes | None, bytes]:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.hget(self.key("segments"), str(number))
+                pipe.get(self.key("pages", str(number)))
+                record, pages = await pipe.execute()
+                return record, pages or b""
+
+        return await self._call(read, f"read segment {number}")
+
+    async def load_counts(self, node: str, pages: PageArray) -> npt.NDArray[np.int32]:
+        """R of these pages on the node (int32[n]). Raises BusError."""
+        if not pages.size:
+            return np.empty(0, dtype=np.int32)
+        fields = pages.astype("<i8").view("V8").tolist()
+        found = await self._call(
+            lambda: self._redis.hmget(self.key("count", node), fields), f"read counts of {node}"
+        )
+        return np.array([int(n or 0) for n in found], dtype=np.int32)
+
+    def _ask_heads(self, pipe: _Client) -> None:
+        pipe.get(self.key("commit"))
+        for name in ("directory", "branches", "segments"):
+            pipe.hgetall(self.key(name))
+        pipe.smembers(self.key("counted"))
+
+    async def _heads(self) -> tuple[bytes | None, _Hash, _Hash, _Hash, list[str]]:
+        async with self._redis.pipeline(transaction=True) as pipe:
+            self._ask_heads(pipe)
+            number, state, branches, segments, nodes = await pipe.execute()
+        return number, state, branches, segments, sorted(node.decode() for node in nodes)
+
+
+_HEADS = 5
+
+
+def _split(items: list[Any], at: int) -> tuple[list[Any], list[Any]]:
+    return items[:at], items[at:]
+
+
+def _write_hash(pipe: _Client, key: str, fields: Mapping[str, bytes | None]) -> None:
+    """Set fields, and delete those that are None."""
+    present = {field: value for field, value in fields.items() if value is not None}
+    gone = [field for field, value in fields.items() if value is None]
+    if present:
+        pipe.hset(key, mapping=present)
+    if gone:
+        pipe.hdel(key, *gone)
+
+
+def _node_counts(table: _Hash) -> NodeCounts:
+    pages = np.frombuffer(b"".join(table), dtype="<i8").astype(np.int64, copy=False)
+    return NodeCounts(pages, np.array(list(map(int, table.values())), dtype=np.int32), empty=not table)
+
+
+def _stored(
+    number: bytes | None,
+    state: _Hash,
+    branches: _Hash,
+    segments: _Hash,
+    pages: dict[int, bytes],
+    counts: dict[str, NodeCounts],
+) -> Stored:
+    return Stored(
+        number=int(number or 0),
+        counts=counts,
+        branches={name.decode(): blob for name, blob in branches.items()},
+        segments={int(n): blob for n, blob in segments.items()},
+        pages=pages,
+        state={name.decode(): value for name, value in state.items()},
+    )
+
+
+class NodeCounts(NamedTuple):
+    """Pages of a node (int64[n]) and R of each (int32[n]); `empty`: no page of the node has a positive count."""
+
+    pages: PageArray
+    counts: npt.NDArray[np.int32]
+    empty: bool = False
+
+
+NO_COUNTS = NodeCounts(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32), empty=True)
 
 
 class Commit(msgspec.Struct):
-    """One batch of the directory: absolute counts, changed branch records, positions."""
+    """One batch of the directory: absolute counts, changed branches and segments of paths, positions."""
 
-    counts: dict[str, dict[int, int]] = {}  # node -> page -> R (0 deletes)
-    dropped_nodes: list[str] = []  # nodes whose counts all go
-    branches: dict[str, bytes | None] = {}  # None deletes the record and the path
-    paths: dict[str, tuple[int, bytes]] = {}  # branch -> (first changed page, pages from there on)
-    state: dict[str, bytes | None] = {}  # None deletes the field
+    number: int  # one more than the batch before
+    counts: dict[str, NodeCounts] = {}  # changed pages; 0 deletes
+    branches: dict[str, bytes | None] = {}  # None deletes
+    segments: dict[int, bytes | None] = {}  # records of path segments; None deletes the record and the pages
+    pages: dict[int, tuple[int, bytes]] = {}  # segment -> (first changed page, pages from there on)
+    state: dict[str, bytes | None] = {}  # None deletes
 
 
 class Stored(msgspec.Struct):
-    """What a new leader finds. A path may be longer than its branch's record says: cut it there."""
+    """What `commit` wrote. A segment may have more pages than its record says: cut it there."""
 
-    counts: dict[str, dict[int, int]]
-    branches: dict[str, bytes]
-    paths: dict[str, bytes]
-    state: dict[str, bytes]
+    number: int = 0
+    counts: dict[str, NodeCounts] = {}
+    branches: dict[str, bytes] = {}
+    segments: dict[int, bytes] = {}
+    pages: dict[int, bytes] = {}
+    state: dict[str, bytes] = {}
 
 
 class Lease:

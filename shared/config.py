@@ -35,6 +35,8 @@ SECTIONS = (
     "generate",
     "status",
     "split",
+    "verify",
+    "show",
 )
 _OTHER_VARIABLES = {"EI_CONFIG", "EI_TRACES"}
 _OTHER_PREFIXES = ("EI_TEST_", "EI_COMPOSE_")
@@ -54,6 +56,11 @@ class Settings(msgspec.Struct, kw_only=True):
     """What every part has."""
 
     redis: Annotated[str, Doc("Redis URL")] = "redis://127.0.0.1:6379/0"
+    redis_username: Annotated[str, Doc("ACL user, where the URL names none")] = ""
+    redis_password: Annotated[
+        str, Doc("password, where the URL has none; for the environment, for others see flags")
+    ] = ""
+    redis_password_file: Annotated[str, Doc("file that holds the password, where none is given")] = ""
     cluster: Annotated[str, Doc("name of the cluster; its keys start with ei:{NAME}:")] = "main"
     host: Annotated[str, Doc("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Doc("port to listen on, 0 for a free one")] = 0

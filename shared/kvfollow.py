@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
-import numpy as np
-
 from shared.kvindex import KvIndex
 from shared.messages import (
     KvSnapshot,
@@ -145,24 +143,14 @@ class KvFollower:
         node.next_seq = event.seq + 1
         message = event.message
         if isinstance(message, PagesStored):
-            pages = unpack_pages(message.pages)
-            new = pages[~self.index.holds(name, pages)] if self._stored is not None else pages
-            self.index.store(name, message.tier, pages)
+            new = self.index.store(name, message.tier, unpack_pages(message.pages))
             if self._stored is not None and new.size:
                 self._stored(name, new)
         elif isinstance(message, PagesRemoved):
-            pages = unpack_pages(message.pages)
-            held = pages[self.index.holds(name, pages)] if self._gone is not None else pages
-            self.index.remove(name, message.tier, pages)
-            self._tell_gone(name, held)
+            self._tell_gone(name, self.index.remove(name, message.tier, unpack_pages(message.pages)))
         elif isinstance(message, PagesCleared):
-            tiers = list(Tier) if message.tier is None else [message.tier]
-            held = np.unique(np.concatenate([self.index.pages(name, tier) for tier in tiers]))
-            self.index.clear(name, message.tier)
-            self._tell_gone(name, held)
+            self._tell_gone(name, self.index.clear(name, message.tier))
 
     def _tell_gone(self, name: str, pages: PageArray) -> None:
         if self._gone is not None and pages.size:
-            gone = pages[~self.index.holds(name, pages)]
-            if gone.size:
-                self._gone(name, gone)
+            self._gone(name, pages)

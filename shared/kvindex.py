@@ -9,37 +9,126 @@ Rules that hold here
   may hold it after it evicted an earlier page: a match counts leading pages only.
 - No I/O and no clock. Not safe for use from several threads.
 
-Each page has one integer: bit 2s of it is L1 and bit 2s + 1 is L2 of the node in slot s. A dropped node's
-slot goes to the next new node. What asks for one node's pages scans the index: it happens when a node is
+Each page has one int32 in a `PageTable`: the number of its holder set, 0 for no holder. A holder set is one
+integer: bit 2s of it is L1 and bit 2s + 1 is L2 of the node in slot s. Many pages have few distinct sets, so a
+change or a question costs a few array operations however many pages it is about, and Python work only for each
+distinct set among them. A set's number is given to another one when its last page leaves it, and a dropped
+node's slot to the next new node. What asks for one node's pages scans the table: it happens when a node is
 lost, cleared or snapshotted, and costs no memory in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
 
 from shared.messages import PageArray, Tier
+from shared.pagetable import Column, PageTable, Slots
 
 MAX_NODES = 128
 
-_REBUILD_PAGES = 4096  # a smaller table is not worth returning memory of
+_WORDS = 2 * MAX_NODES // 64  # of 64 bits, in a set
+_SET_BYTES = 8 * _WORDS
+_FEWEST_SETS = 1024  # fewer are not worth returning memory of
+_CHUNK = 4096  # pages changed at a time
+_MATCH_PAGES = 2048  # of a path looked up at a time
+_SCAN_ROWS = 1 << 18  # of the table read at a time
+_FIRST_BITS = np.array(0x5555_5555_5555_5555, dtype=np.uint64)  # of each slot's two
+_SHIFTS = [np.array(offset, dtype=np.uint64) for offset in range(2)]
+Shift = npt.NDArray[np.uint64]  # of no dimension
+
+_NONE: PageArray = np.empty(0, dtype=np.int64)
+_FIRST = np.zeros(1, dtype=np.intp)
+
+
+class _Sets:
+    """Holder sets by number. Number 0 is the empty set; the others live while a page has them."""
+
+    def __init__(self) -> None:
+        self.masks = [0]
+        self.pages = [0]  # of each set
+        self._numbers = {0: 0}
+        self._free: list[int] = []
+        self.words = np.zeros((_WORDS, _FEWEST_SETS), dtype=np.uint64)  # the masks again, a set a column
+
+    def number(self, mask: int) -> int:
+        """The set's number. A new one has no pages: `move` some to it, or it is never freed."""
+        number = self._numbers.get(mask)
+        if number is None:
+            if self._free:
+                number = self._free.pop()
+                self.masks[number] = mask
+            else:
+                number = len(self.masks)
+                self.masks.append(mask)
+                self.pages.append(0)
+                if number == self.words.shape[1]:
+                    self.words = np.concatenate([self.words, np.zeros_like(self.words)], axis=1)
+            self._numbers[mask] = number
+            self.words[:, number] = _words(mask)
+        return number
+
+    def move(self, pages: int, old: int, new: int) -> None:
+        """So many pages went from the set `old` to `new`."""
+        if new:
+            self.pages[new] += pages
+        if old:
+            self.pages[old] -= pages
+            if not self.pages[old]:
+                del self._numbers[self.masks[old]]
+                self.masks[old] = 0
+                self.words[:, old] = 0
+                self._free.append(old)
+
+    def having(self, bits: int) -> npt.NDArray[np.bool_]:
+        """bool[sets]: which sets have any of these bits."""
+        wanted = self.words[:, : len(self.masks)] & _words(bits)[:, None]
+        has: npt.NDArray[np.bool_] = np.logical_or.reduce(wanted, axis=0)
+        return has
+
+    def sparse(self) -> bool:
+        """Whether renumbering would give memory back."""
+        return len(self.masks) > _FEWEST_SETS and len(self._numbers) * 4 < len(self.masks)
+
+    def renumber(self) -> Column:
+        """Number the sets anew without gaps; int32[sets]: the new number of each old one."""
+        new = np.zeros(len(self.masks), dtype=np.int32)
+        old = list(self._numbers.values())
+        new[old] = np.arange(len(old), dtype=np.int32)
+        self.masks = [self.masks[number] for number in old]
+        self.pages = [self.pages[number] for number in old]
+        self._numbers = {mask: number for number, mask in enumerate(self.masks)}
+        self._free = []
+        room = _FEWEST_SETS
+        while room <= len(old):
+            room *= 2
+        words = np.zeros((_WORDS, room), dtype=np.uint64)
+        words[:, : len(old)] = self.words[:, old]
+        self.words = words
+        return new
 
 
 class KvIndex:
     """Pages by node and tier. Tiers other than L1 and L2 are a ValueError, as is a 129th node."""
 
     def __init__(self) -> None:
-        self._masks: dict[int, int] = {}
+        self._table = PageTable()
+        self._sets = _Sets()
+        self._pages = 0
         self._slots: dict[str, int] = {}
-        self._held: dict[str, dict[Tier, int]] = {}  # pages of each node and tier
-        self._most = 0  # pages the table has had since it was built
+        self._held: dict[str, list[int]] = {}  # pages of each node, by tier
+        self._order = np.arange(_CHUNK, dtype=np.int32)
 
     def __len__(self) -> int:
         """Distinct pages held anywhere."""
-        return len(self._masks)
+        return self._pages
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the page table."""
+        return self._table.nbytes
 
     def nodes(self) -> list[str]:
         """Nodes that stored something and were not dropped since, even if they hold nothing now."""
@@ -48,68 +137,64 @@ class KvIndex:
     def count(self, node: str, tier: Tier) -> int:
         """Pages of the node in that tier."""
         held = self._held.get(node)
-        return held[tier] if held else 0
+        return held[_offset(tier)] if held else 0
 
     # ------------------------------------------------------------------------- changes
 
-    def store(self, node: str, tier: Tier, pages: PageArray) -> None:
+    def store(self, node: str, tier: Tier, pages: PageArray) -> PageArray:
         """The node now holds these pages (int64[n], any order) in that tier.
 
-        Raises ValueError for a new node when MAX_NODES are known.
+        Returns those that it held in no tier before, each once. Raises ValueError for a new node when MAX_NODES
+        are known.
         """
         offset = _offset(tier)
-        bit = 1 << (2 * self._slot(node) + offset)
-        masks = self._masks
-        get = masks.get
-        new = 0
-        for page in pages.tolist():
-            mask = get(page, 0)
-            if not mask & bit:
-                masks[page] = mask | bit
-                new += 1
-        self._held[node][tier] += new
-        self._most = max(self._most, len(masks))
+        return self._change(self._slot(node), offset, self._held[node], pages, stored=True)
 
-    def remove(self, node: str, tier: Tier, pages: PageArray) -> None:
-        """These pages (int64[n], any order) left that tier of the node."""
+    def remove(self, node: str, tier: Tier, pages: PageArray) -> PageArray:
+        """These pages (int64[n], any order) left that tier of the node.
+
+        Returns those that it held before and now holds in no tier, each once.
+        """
         offset = _offset(tier)
         if node not in self._slots:
-            return
-        bit = 1 << (2 * self._slots[node] + offset)
-        masks = self._masks
-        gone = 0
-        for page in pages.tolist():
-            mask = masks.get(page, 0)
-            if mask & bit:
-                gone += 1
-                if mask == bit:
-                    del masks[page]
-                else:
-                    masks[page] = mask ^ bit
-        self._held[node][tier] -= gone
+            return _NONE
+        gone = self._change(self._slots[node], offset, self._held[node], pages, stored=False)
         self._shrink()
+        return gone
 
-    def clear(self, node: str, tier: Tier | None = None) -> None:
-        """All pages left that tier of the node, or both tiers when None. The node stays known."""
+    def clear(self, node: str, tier: Tier | None = None) -> PageArray:
+        """All pages left that tier of the node, or both tiers when None. The node stays known.
+
+        Returns the pages that it held before and now holds in no tier, in no order that means something.
+        """
         if tier is not None:
             _offset(tier)
         held = self._held.get(node)
         if held is None:
-            return
+            return _NONE
         bits = 0
         for each in Tier if tier is None else (tier,):
-            if held[each]:
-                bits |= 1 << (2 * self._slots[node] + _offset(each))
-                held[each] = 0
-        if bits:
-            masks = self._masks
-            for page in [page for page, mask in masks.items() if mask & bits]:
-                left = masks[page] & ~bits
-                if left:
-                    masks[page] = left
-                else:
-                    del masks[page]
-            self._shrink()
+            offset = _offset(each)
+            if held[offset]:
+                bits |= 1 << (2 * self._slots[node] + offset)
+                held[offset] = 0
+        if not bits:
+            return _NONE
+        both = 0b11 << (2 * self._slots[node])
+        sets = self._sets
+        new = np.arange(len(sets.masks), dtype=np.int32)
+        leaves = np.zeros(len(sets.masks), dtype=np.bool_)
+        for old in sets.having(bits).nonzero()[0].tolist():
+            left = sets.masks[old] & ~bits
+            leaves[old] = not left & both
+            if not left:
+                self._pages -= sets.pages[old]
+            new[old] = sets.number(left)
+            sets.move(sets.pages[old], old, int(new[old]))
+        gone = self._scan(leaves)
+        self._renumber(new)
+        self._shrink()
+        return gone
 
     def drop_node(self, node: str) -> None:
         """Forget the node with all its pages."""
@@ -121,61 +206,153 @@ class KvIndex:
 
     def match(self, path: PageArray) -> dict[str, int]:
         """Leading pages of the path (int64[n]) that each node holds in any tier; only nodes with some."""
-        return dict(self._leading(path, 0, 1))
+        return self._leading(path, *_SHIFTS)
 
     def match_tier(self, path: PageArray, tier: Tier) -> dict[str, int]:
         """Leading pages of the path (int64[n]) that each node holds in that tier; only nodes with some."""
-        offset = _offset(tier)
-        return dict(self._leading(path, offset, offset))
+        shift = _SHIFTS[_offset(tier)]
+        return self._leading(path, shift, shift)
 
     def holds(self, node: str, pages: PageArray) -> npt.NDArray[np.bool_]:
         """bool[n]: whether the node holds each page in any tier."""
         if node not in self._slots:
             return np.zeros(len(pages), dtype=np.bool_)
-        bits = 0b11 << (2 * self._slots[node])
-        get = self._masks.get
-        held = (get(page, 0) & bits != 0 for page in pages.tolist())
-        return np.fromiter(held, dtype=np.bool_, count=len(pages))
+        word, place = divmod(2 * self._slots[node], 64)
+        numbers = self._table.columns[0][self._table.find(pages)]
+        held: npt.NDArray[np.bool_] = self._sets.words[word][numbers] & np.uint64(0b11 << place) != 0
+        return held
 
     def pages(self, node: str, tier: Tier) -> PageArray:
         """int64[n]: the node's pages in that tier, in no order that means something."""
         offset = _offset(tier)
         if not self.count(node, tier):
-            return np.empty(0, dtype=np.int64)
-        bit = 1 << (2 * self._slots[node] + offset)
-        held = (page for page, mask in self._masks.items() if mask & bit)
-        return np.fromiter(held, dtype=np.int64, count=self.count(node, tier))
+            return _NONE
+        return self._scan(self._sets.having(1 << (2 * self._slots[node] + offset)))
 
     # ------------------------------------------------------------------------- inside
 
-    def _leading(self, path: PageArray, low: int, high: int) -> Iterator[tuple[str, int]]:
-        """(node, leading pages) by the bits at offsets `low` and `high` of each slot; either will do."""
+    def _change(
+        self, slot: int, offset: int, held: list[int], pages: PageArray, *, stored: bool
+    ) -> PageArray:
+        """Store or remove pages; those that the node held in no tier before, or holds in none any more."""
+        if pages.size > _CHUNK:
+            parts = [pages[at : at + _CHUNK] for at in range(0, pages.size, _CHUNK)]
+            return np.concatenate([self._change(slot, offset, held, part, stored=stored) for part in parts])
+        bit = 1 << (2 * slot + offset)
+        other = 1 << (2 * slot + 1 - offset)
+        table = self._table
+        if stored:
+            slots, fresh = table.insert_told(pages)
+            if fresh and pages.size:
+                new = self._step(0, bit, pages.size)
+                table.columns[0][slots] = new
+                held[offset] += pages.size
+                return pages
+        else:
+            slots = table.find(pages)
+        if not pages.size:
+            return _NONE
+        column, masks = table.columns[0], self._sets.masks
+        numbers = column[slots]
+        first = int(numbers[0])
+        if np.count_nonzero(numbers == first) == pages.size:
+            mask = masks[first]
+            if (not mask & bit) != stored:
+                return _NONE
+            slots, numbers, pages = self._distinct(column, slots, numbers, pages)
+            column[slots] = self._step(first, bit, pages.size)
+            held[offset] += pages.size if stored else -pages.size
+            return _NONE if mask & other else pages
+        changes = {number: (not masks[number] & bit) == stored for number in set(numbers.tolist())}
+        if not all(changes.values()):
+            some = [changes[number] for number in numbers.tolist()]
+            slots, numbers, pages = slots[some], numbers[some], pages[some]
+            if not pages.size:
+                return _NONE
+        slots, numbers, pages = self._distinct(column, slots, numbers, pages)
+        listed = numbers.tolist()
+        told = {number: not masks[number] & other for number in changes}
+        become = {number: self._step(number, bit, count) for number, count in Counter(listed).items()}
+        column[slots] = [become[number] for number in listed]
+        held[offset] += pages.size if stored else -pages.size
+        return pages[[told[number] for number in listed]]
+
+    def _distinct(
+        self, column: Column, slots: Slots, numbers: Column, pages: PageArray
+    ) -> tuple[Slots, Column, PageArray]:
+        """The last of each page, by what the column keeps of a write for every one. It is written again after."""
+        order = self._order[: slots.size]
+        column[slots] = order
+        last = column[slots] == order
+        if np.count_nonzero(last) == slots.size:
+            return slots, numbers, pages
+        return slots[last], numbers[last], pages[last]
+
+    def _step(self, old: int, bit: int, pages: int) -> int:
+        """So many pages of a set change that bit: the number of the set they now have."""
+        sets = self._sets
+        after = sets.masks[old] ^ bit
+        new = sets.number(after)
+        sets.move(pages, old, new)
+        if not old:
+            self._pages += pages
+        elif not after:
+            self._pages -= pages
+        return new
+
+    def _leading(self, path: PageArray, low: Shift, high: Shift) -> dict[str, int]:
+        """Leading pages of each node by the bits at offsets `low` and `high` of its slot; either will do."""
         if not self._slots:
-            return
-        alive = 0  # bit 2s: the node in slot s holds every page so far
-        for slot in self._slots.values():
-            alive |= 1 << (2 * slot)
-        get = self._masks.get
-        ends: list[tuple[int, int]] = []  # (slots whose prefix ends here, its pages)
-        last = -1
-        for at, page in enumerate(path.tolist()):
-            mask = get(page, 0)
-            # Neighbours mostly lie on the same nodes.
-            if mask == last:
-                continue
-            last = mask
-            still = alive & (mask >> low | mask >> high)
-            if still != alive:
-                ends.append((alive ^ still, at))
-                alive = still
-                if not alive:
-                    break
-        ends.append((alive, len(path)))
-        for node, slot in self._slots.items():
-            bit = 1 << (2 * slot)
-            held = next((pages for slots, pages in ends if slots & bit), 0)
-            if held:
-                yield node, held
+            return {}
+        used = 1 + 2 * max(self._slots.values()) // 64
+        sets = self._sets.words[:used]
+        alive = _words((1 << 2 * MAX_NODES) - 1)[:used]
+        totals: npt.NDArray[np.float64] | None = None  # leading pages of each slot, at its first bit
+        for at in range(0, path.size, _MATCH_PAGES):
+            numbers = self._table.columns[0][self._table.find(path[at : at + _MATCH_PAGES])]
+            # Neighbours mostly lie on the same nodes: a column for each run of them, then one for each that ends
+            # a node's prefix, of which there are no more than nodes.
+            starts = np.concatenate([_FIRST, (numbers[1:] != numbers[:-1]).nonzero()[0] + 1])
+            words = sets.take(numbers[starts], axis=1)
+            words = words >> low | words >> high if low is not high else words >> low
+            words &= _FIRST_BITS
+            words[:, 0] &= alive
+            np.bitwise_and.accumulate(words, axis=1, out=words)
+            ended = words[:, 1:] != words[:, :-1]
+            ending = np.logical_or.reduce(ended, axis=0).nonzero()[0] + 1
+            if ending.size < starts.size - 1:
+                columns = np.concatenate([_FIRST, ending])
+                words, starts = words.take(columns, axis=1), starts[columns]
+            lengths = np.empty(starts.size, dtype=np.float32)
+            np.subtract(starts[1:], starts[:-1], out=lengths[:-1], casting="unsafe")
+            lengths[-1] = numbers.size - starts[-1]
+            bits = np.unpackbits(words.T.copy().view(np.uint8), axis=1, bitorder="little")
+            held = lengths @ bits.astype(np.float32)
+            totals = held.astype(np.float64) if totals is None else totals + held
+            alive = words[:, -1]
+            if not np.count_nonzero(alive):
+                break
+        if totals is None:
+            return {}
+        pages = totals[::2].astype(np.int64).tolist()
+        return {node: pages[slot] for node, slot in self._slots.items() if pages[slot]}
+
+    def _scan(self, wanted: npt.NDArray[np.bool_]) -> PageArray:
+        """The pages whose set is wanted (bool[sets])."""
+        if not wanted.any():
+            return _NONE
+        column = self._table.columns[0]
+        return np.concatenate(
+            [
+                self._table.pages(wanted[column[at : at + _SCAN_ROWS]].nonzero()[0] + at)
+                for at in range(0, column.size, _SCAN_ROWS)
+            ]
+        )
+
+    def _renumber(self, new: Column) -> None:
+        column = self._table.columns[0]
+        for at in range(0, column.size, _SCAN_ROWS):
+            column[at : at + _SCAN_ROWS] = new[column[at : at + _SCAN_ROWS]]
 
     def _slot(self, node: str) -> int:
         slot = self._slots.get(node)
@@ -186,15 +363,22 @@ class KvIndex:
             # The lowest free one keeps the integers short.
             slot = next(s for s in range(MAX_NODES) if s not in taken)
             self._slots[node] = slot
-            self._held[node] = dict.fromkeys(Tier, 0)
+            self._held[node] = [0 for _ in Tier]
         return slot
 
     def _shrink(self) -> None:
-        # A dict keeps its table when items are deleted; a copy has one of the size it needs.
-        if self._most > _REBUILD_PAGES and len(self._masks) < self._most // 4:
-            self._masks = dict(self._masks)
-            self._most = len(self._masks)
+        self._table.shrink(self._pages)
+        if self._sets.sparse():
+            self._renumber(self._sets.renumber())
 
 
 def _offset(tier: Tier) -> int:
-    return Tier(tier) - 1
+    # An enum's call and hash are Python work, which a small batch would notice.
+    if tier is Tier.L1:
+        return 0
+    return 1 if tier is Tier.L2 else Tier(tier) - 1
+
+
+def _words(mask: int) -> npt.NDArray[np.uint64]:
+    """uint64[_WORDS]: the bits of a mask."""
+    return np.frombuffer(mask.to_bytes(_SET_BYTES, "little"), dtype="<u8")

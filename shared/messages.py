@@ -81,10 +81,19 @@ class PagesRemoved(Message, frozen=True, array_like=True, tag="removed"):
     pages: bytes
 
 
+class Began(msgspec.Struct, frozen=True, array_like=True):
+    """A node begins a life: nothing of an earlier one is left."""
+
+    phase: Phase
+    epoch: int = 0
+    t: float = 0.0
+
+
 class PagesCleared(Message, frozen=True, array_like=True, tag="cleared"):
-    """All pages of one tier left, or of both when `tier` is None."""
+    """All pages of one tier left, or of both when `tier` is None; an incarnation's first message says `began`."""
 
     tier: Tier | None = None
+    began: Began | None = None
 
 
 # --------------------------------------------------------------------------------- branch
@@ -414,7 +423,7 @@ class PrefillEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KvSnapshot(msgspec.Struct, frozen=True):
-    """Answer (msgpack) of `GET /ei/v1/kv/snapshot`: pages of both tiers just after kv event `seq`."""
+    """Pages of both tiers just after kv event `seq`; `shared/kvsnapshot.py` carries it."""
 
     node: str
     incarnation: str

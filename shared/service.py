@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -32,6 +33,7 @@ from shared.bus import Bus
 from shared.clock import Clock
 from shared.config import ConfigError, Settings
 from shared.messages import ServiceInfo
+from shared.redis_client import redis_url
 from shared.streams import Backoff, BusError
 
 SHUTDOWN_S = 10.0
@@ -183,8 +185,8 @@ class Service:
         runner = await self._listen()
         self._started_t = self.clock.now()
         try:
-            self.bus = await Bus.connect(self.settings.redis, self.settings.cluster)
-        except BusError:
+            self.bus = await Bus.connect(redis_url(self.settings), self.settings.cluster)
+        except (BusError, ConfigError):
             await runner.cleanup()
             raise
         self.http = http_client()
@@ -214,6 +216,7 @@ class Service:
                 loop.remove_signal_handler(number)
         self.log.info("stopped", ok=self._failure is None)
         if self._failure is not None:
+            traceback.print_exception(self._failure)
             self.log.error("failed", error=self._failure)
             return 1
         return 0

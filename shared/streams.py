@@ -5,16 +5,22 @@ Rules that hold here
 - A stream entry has four fields: `v` schema, `p` producer (the incarnation that numbers), `n` sequence number
   (1, 2, ... without gaps for one producer on one stream), `m` the message (`shared/messages.py`).
 - A message arrives once and in order, or its absence shows as a gap in `n`.
+- Redis keeps each producer's last number on a stream beside the stream, and both change in one step (`_APPEND`).
+  So whatever a crash or a failover of Redis took back, it took back both, and the publisher sees where to go on.
+- A publisher forgets a message when Redis still has it SAFE_S after it took it: by then it is in the file of
+  every server that may take over, or the server was lost and came back with it.
 - A reader has a definite position on every stream. `follow` fixes that of one that is read from now on at once,
-  not at the next read: what is sent between the two is not missed.
+  not at the next read: what is sent between the two is not missed. After a failure it reads the last REWIND_S
+  again, for a server that took over may have a clock that is behind.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from redis.exceptions import RedisError
@@ -25,6 +31,10 @@ from shared.messages import StreamMessage
 
 COMMAND_TIMEOUT_S = 5.0
 BATCH = 512
+SAFE_S = 15.0  # above `min-replicas-max-lag` and the second between two fsyncs of the append-only file
+PROBE_S = 1.0  # between looks whether Redis still has what it took
+NUMBER_TTL_S = 86_400  # a producer's last number is kept for that long after its last word
+REWIND_S = 5.0
 log = get_logger("bus")
 
 # redis-py types its answers for every mode at once; this module uses the mode that answers in bytes
@@ -57,69 +67,150 @@ class Backoff:
         self._next_s = min(self._next_s * 2, self._last_s)
 
 
+# KEYS: stream, last number. ARGV: producer, schema, maxlen, seconds to keep the number, number of the first message
+# that the publisher still has, number of the first one that follows, messages. Appends what the stream lacks, unless
+# earlier messages that the publisher has are missing. Returns the last number on the stream.
+_APPEND = """
+local last = tonumber(redis.call('GET', KEYS[2]) or '0')
+local first = tonumber(ARGV[6])
+if first > math.max(last + 1, tonumber(ARGV[5])) then return last end
+for i = 7, #ARGV do
+  local n = first + i - 7
+  if n > last then
+    redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[3], '*', 'v', ARGV[2], 'p', ARGV[1], 'n', n, 'm', ARGV[i])
+    last = n
+  end
+end
+redis.call('SET', KEYS[2], last, 'EX', ARGV[4])
+return last
+"""
+
+
+def check_cancelled() -> None:
+    """Raise CancelledError in a task that was told to stop: redis-py can lose the one that it was given, as do the
+    limits on time of Python 3.11. For loops around calls of Redis."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 class Publisher:
-    """Numbers messages and sends them in order; `run` must be running for anything to go out."""
+    """Numbers messages and sends them in order; `run` must be running for anything to go out.
+
+    `capacity` bounds the messages held here, those that Redis lacks and those that it may lose again. With
+    `keep=False` a message that Redis took is forgotten at once: for streams whose next message makes up for it.
+    """
 
     def __init__(
-        self, redis: _Client, key: str, stream: str, producer: str, maxlen: int, capacity: int
+        self,
+        redis: _Client,
+        key: str,
+        number_key: str,
+        stream: str,
+        producer: str,
+        maxlen: int,
+        capacity: int,
+        keep: bool,
     ) -> None:
-        self._redis, self._key, self._stream = redis, key, stream
-        self._producer, self._maxlen, self._capacity = producer, maxlen, capacity
+        self._keys = [key, number_key]
+        self._append = redis.register_script(_APPEND)
+        self._stream, self._producer = stream, producer
+        self._maxlen, self._capacity, self._keep = maxlen, capacity, keep
         self._waiting: deque[tuple[int, bytes]] = deque()
+        self._kept: deque[tuple[int, bytes, float]] = deque()  # taken by Redis at a monotonic time
         self._seq = 0
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
         self.dropped = 0  # messages given up because Redis stayed away for too long
+        self.repeated = 0  # messages sent again because Redis lost them
 
     @property
     def seq(self) -> int:
         return self._seq
 
+    @property
+    def kept(self) -> int:
+        """Messages that Redis took and that are not forgotten yet."""
+        return len(self._kept)
+
     def publish(self, message: StreamMessage) -> int:
         """Queue a message and return its number. When the queue is full the oldest goes (readers see a gap)."""
         self._seq += 1
-        if len(self._waiting) >= self._capacity:
-            self._waiting.popleft()
-            self.dropped += 1
-            if self.dropped == 1 or self.dropped % 10_000 == 0:
-                log.warning("publisher_full", stream=self._stream, dropped=self.dropped)
+        if len(self._kept) + len(self._waiting) >= self._capacity:
+            self._drop_one()
         self._waiting.append((self._seq, messages.encode(message)))
         self._empty.clear()
         self._wake.set()
         return self._seq
 
+    def _drop_one(self) -> None:
+        if self._kept:
+            self._kept.popleft()
+            return
+        self._waiting.popleft()
+        self.dropped += 1
+        if self.dropped == 1 or self.dropped % 10_000 == 0:
+            log.warning("publisher_full", stream=self._stream, dropped=self.dropped)
+
     async def run(self) -> None:
         backoff = Backoff()
         while True:
-            await self._wake.wait()
-            while self._waiting:
-                batch = [self._waiting[i] for i in range(min(BATCH, len(self._waiting)))]
-                try:
-                    await self._send(batch)
-                except (RedisError, OSError, TimeoutError) as error:
-                    log.warning(
-                        "publish_failed", stream=self._stream, waiting=len(self._waiting), error=error
-                    )
-                    await backoff.wait()
-                    continue
+            check_cancelled()
+            if not self._waiting:
+                await self._rest()
+            try:
+                await self._send()
+            except (RedisError, OSError, TimeoutError) as error:
+                log.warning("publish_failed", stream=self._stream, waiting=len(self._waiting), error=error)
+                await backoff.wait()
+            else:
                 backoff.reset()
-                last = batch[-1][0]
-                while self._waiting and self._waiting[0][0] <= last:
-                    self._waiting.popleft()
-            self._wake.clear()
-            self._empty.set()
 
-    async def _send(self, batch: Iterable[tuple[int, bytes]]) -> None:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for seq, payload in batch:
-                pipe.xadd(
-                    self._key,
-                    {"v": messages.SCHEMA, "p": self._producer, "n": seq, "m": payload},
-                    maxlen=self._maxlen,
-                    approximate=True,
-                )
-            await pipe.execute()
+    async def _rest(self) -> None:
+        """Wait for something to send or, while messages are kept, for the next look at them."""
+        self._wake.clear()
+        self._empty.set()
+        if not self._kept:
+            await self._wake.wait()
+            return
+        try:
+            async with asyncio.timeout(PROBE_S):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    async def _send(self) -> None:
+        """Send the next messages, none to only look; then forget what is safe and take back what was lost."""
+        asked = time.monotonic()
+        batch = [self._waiting[i] for i in range(min(BATCH, len(self._waiting)))]
+        first = batch[0][0] if batch else self._seq + 1
+        # What is kept ends just before what waits, unless messages were given up in between.
+        oldest = self._kept[0][0] if self._kept and self._kept[-1][0] == first - 1 else first
+        last = int(
+            await self._append(
+                keys=self._keys,
+                args=[
+                    self._producer, messages.SCHEMA, self._maxlen, NUMBER_TTL_S, oldest, first,
+                    *(payload for _, payload in batch),
+                ],
+            )
+        )  # fmt: skip
+        while self._kept and self._kept[0][0] <= last and self._kept[0][2] <= asked - SAFE_S:
+            self._kept.popleft()
+        lost = 0
+        while self._kept and self._kept[-1][0] > last:
+            seq, payload, _ = self._kept.pop()
+            self._waiting.appendleft((seq, payload))
+            lost += 1
+        if lost:
+            self.repeated += lost
+            self._empty.clear()
+            log.warning("lost_by_redis", stream=self._stream, sent_again=lost)
+        while self._waiting and self._waiting[0][0] <= last:
+            seq, payload = self._waiting.popleft()
+            if self._keep:
+                self._kept.append((seq, payload, asked))
 
     async def flush(self, timeout_s: float = 5.0) -> None:
         """Wait until everything is in Redis. Raises TimeoutError."""
@@ -133,12 +224,15 @@ class Reader:
     def __init__(self, redis: _Client, prefix: str, streams: dict[str, str]) -> None:
         self._redis, self._prefix = redis, prefix
         self.positions = streams
+        self._begun = dict(streams)  # where each stream was first read from
         self._seen: dict[tuple[str, str], int] = {}
+        self._failing = False
         self._backoff = Backoff()
 
     def add(self, stream: str, position: str) -> None:
         """Read the stream from `position` on ("0": from its start), unless it is read already."""
-        self.positions.setdefault(stream, position)
+        if stream not in self.positions:
+            self.positions[stream] = self._begun[stream] = position
 
     async def follow(self, *streams: str) -> None:
         """Add streams from their newest message on: nothing that comes after this call is missed.
@@ -156,6 +250,7 @@ class Reader:
 
     def remove(self, stream: str) -> None:
         self.positions.pop(stream, None)
+        self._begun.pop(stream, None)
         for key in [key for key in self._seen if key[0] == stream]:
             del self._seen[key]
 
@@ -172,8 +267,12 @@ class Reader:
             )
         except (RedisError, OSError, TimeoutError) as error:
             log.warning("read_failed", streams=len(self.positions), error=error)
+            if not self._failing:
+                self._failing = True
+                self._rewind()
             await self._backoff.wait()
             return []
+        self._failing = False
         self._backoff.reset()
         found: list[Event] = []
         pairs = reply.items() if isinstance(reply, dict) else reply
@@ -198,6 +297,17 @@ class Reader:
                 self._seen[key_seen] = event.seq
                 found.append(event)
         return found
+
+    def _rewind(self) -> None:
+        """Go back by REWIND_S, not further than where reading began; what was seen is dropped again."""
+        for stream, position in self.positions.items():
+            earlier = f"{max(0, _order(position)[0] - int(REWIND_S * 1000))}-0"
+            self.positions[stream] = max(earlier, self._begun[stream], key=_order)
+
+
+def _order(position: str) -> tuple[int, int]:
+    milliseconds, _, number = position.partition("-")
+    return int(milliseconds), int(number or 0)
 
 
 def read_entry(stream: str, entry_id: bytes, fields: Mapping[bytes, bytes]) -> Event | None:

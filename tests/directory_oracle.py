@@ -7,10 +7,14 @@ Nothing of services/directory is used here. A path is a tuple of pages; `page_na
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
-from shared.bus import Commit, Stored
+import numpy as np
+
+from shared.bus import Commit, NodeCounts, Stored
 from shared.messages import (
+    Began,
     BranchEnded,
     BranchPlaced,
     BranchRequest,
@@ -27,6 +31,7 @@ from shared.messages import (
 from shared.streams import Event
 
 Path = tuple[int, ...]
+K = TypeVar("K")
 PURE = (Phase.PREFILL, Phase.DECODE)
 
 _names: dict[tuple[object, ...], int] = {}
@@ -224,41 +229,57 @@ class Store:
     """What Redis keeps of the directory."""
 
     def __init__(self) -> None:
+        self.number = 0
         self.counts: dict[str, dict[int, int]] = {}
         self.branches: dict[str, bytes] = {}
-        self.paths: dict[str, bytes] = {}
+        self.segments: dict[int, bytes] = {}
+        self.pages: dict[int, bytes] = {}
         self.state: dict[str, bytes] = {}
 
     def commit(self, commit: Commit) -> None:
-        for node, counts in commit.counts.items():
+        assert commit.number in (self.number, self.number + 1)
+        self.number = commit.number
+        for node, changed in commit.counts.items():
             table = self.counts.setdefault(node, {})
-            for page, count in counts.items():
+            pages = changed.pages.tolist()
+            assert len(set(pages)) == len(pages)
+            for page, count in zip(pages, changed.counts.tolist(), strict=True):
+                assert table.get(page, 0) != count, "nothing changed"
                 if count:
                     table[page] = count
                 else:
-                    table.pop(page, None)
-        for branch, blob in commit.branches.items():
-            if blob is None:
-                self.branches.pop(branch, None)
-                self.paths.pop(branch, None)
-            else:
-                self.branches[branch] = blob
-        for branch, (offset, pages) in commit.paths.items():
-            old = self.paths.get(branch, b"")
-            if offset:
-                assert len(old) >= offset * 8, "a path with a hole"
-                self.paths[branch] = old[: offset * 8] + pages + old[offset * 8 + len(pages) :]
-            else:
-                self.paths[branch] = pages
-        for field, value in commit.state.items():
-            if value is None:
-                self.state.pop(field, None)
-            else:
-                self.state[field] = value
+                    del table[page]
+            assert changed.empty == (not table)
+        _put(self.branches, commit.branches)
+        _put(self.segments, commit.segments)
+        for number in [number for number, blob in commit.segments.items() if blob is None]:
+            self.pages.pop(number, None)
+        for number, (first, pages) in commit.pages.items():
+            old = self.pages.get(number, b"")
+            assert len(old) >= first * 8, "a segment with a hole"
+            end = first * 8 + len(pages)
+            self.pages[number] = old[: first * 8] + pages + (old[end:] if first else b"")
+        _put(self.state, commit.state)
 
     def load(self) -> Stored:
-        counts = {node: dict(table) for node, table in self.counts.items() if table}
-        return Stored(counts, dict(self.branches), dict(self.paths), dict(self.state))
+        counts = {
+            node: NodeCounts(
+                np.array(list(table), dtype=np.int64), np.array(list(table.values()), dtype=np.int32)
+            )
+            for node, table in self.counts.items()
+            if table
+        }
+        return Stored(
+            self.number, counts, dict(self.branches), dict(self.segments), dict(self.pages), dict(self.state)
+        )
+
+
+def _put(held: dict[K, bytes], changed: Mapping[K, bytes | None]) -> None:
+    for key, value in changed.items():
+        if value is None:
+            held.pop(key, None)
+        else:
+            held[key] = value
 
 
 class RouterSide:
@@ -294,6 +315,11 @@ def removed(tier: Tier, pages: Iterable[int]) -> PagesRemoved:
 
 def cleared(tier: Tier | None = None) -> PagesCleared:
     return PagesCleared(tier)
+
+
+def begun(phase: Phase, epoch: int = 0, t: float = 0.0) -> PagesCleared:
+    """The first kv message of a life."""
+    return PagesCleared(None, Began(phase, epoch, t))
 
 
 def snapshot_of(oracle: Oracle, node: str, incarnation: str, seq: int) -> KvSnapshot:

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from shared.bus import Bus
+from shared.kvsnapshot import send_snapshot
 from shared.messages import KvSnapshot, NodeInfo, NodeState, Phase, PrefillCall
 
 
@@ -55,10 +56,8 @@ class FakeWorker:
         base = NodeState(self.node, t, self.phase, 0, False, 0.0, [], [], [], 0, 8192)
         self._state_out.publish(msgspec.structs.replace(base, **fields))
 
-    async def _snapshot(self, _: web.Request) -> web.Response:
-        return web.Response(
-            body=msgspec.msgpack.encode(KvSnapshot(self.node, self.info.incarnation, 0, b"", b""))
-        )
+    async def _snapshot(self, request: web.Request) -> web.StreamResponse:
+        return await send_snapshot(request, KvSnapshot(self.node, self.info.incarnation, 0, b"", b""))
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read())

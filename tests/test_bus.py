@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import numpy as np
 import pytest
 
 from shared import messages as m
-from shared.bus import Bus, Commit, NotLeader
+from shared.bus import Bus, Commit, NodeCounts, NotLeader, StateLost
 from shared.embedded import EmbeddedRedis
 from shared.streams import BusError
 from tests.conftest import eventually
@@ -138,33 +139,164 @@ async def test_lease_has_one_holder_and_growing_tokens(redis_url, cluster_name):
     await bus.close()
 
 
+def counts_of(**pages: int) -> NodeCounts:
+    """`p5=2`: page 5 has R = 2; `m7=1`: page -7."""
+    keys = [int(name[1:]) * (-1 if name[0] == "m" else 1) for name in pages]
+    return NodeCounts(np.array(keys, dtype=np.int64), np.array(list(pages.values()), dtype=np.int32))
+
+
+def as_table(counts: NodeCounts) -> dict[int, int]:
+    return dict(zip(counts.pages.tolist(), counts.counts.tolist(), strict=True))
+
+
 async def test_commit_is_absolute_fenced_and_loads_back(redis_url, cluster_name):
     bus = await Bus.connect(redis_url, cluster_name)
     one, two = bus.lease("directory", "one", 0.2), bus.lease("directory", "two", 30.0)
     await one.acquire()
-    path = m.pack_pages([1, 2, 3])
     batch = Commit(
-        counts={"n1": {5: 2, -7: 1, 9: 0}},
+        1,
+        counts={"n1": counts_of(p5=2, m7=1, p9=0), "n2": counts_of(p1=1)},
         branches={"b": b"record"},
-        paths={"b": (0, path)},
-        state={"branch": b"1-1"},
+        segments={1: b"segment", 2: b"other"},
+        pages={1: (0, m.pack_pages([1, 2, 3])), 2: (0, m.pack_pages([4]))},
+        state={"branch": b"1-1", "gone": b"x"},
     )
     await bus.commit(one, batch)
     await bus.commit(one, batch)
+    for load in (bus.load_directory, bus.load_directory_at_once):
+        stored = await load()
+        assert {n: as_table(c) for n, c in stored.counts.items()} == {"n1": {5: 2, -7: 1}, "n2": {1: 1}}
+        assert stored.number == 1 and stored.branches == {"b": b"record"}
+        assert stored.segments == {1: b"segment", 2: b"other"}
+        assert stored.pages == {1: m.pack_pages([1, 2, 3]), 2: m.pack_pages([4])}
+        assert stored.state == {"branch": b"1-1", "gone": b"x"}
+    batch = Commit(
+        2,
+        counts={"n1": counts_of(p5=0), "n2": counts_of(p1=0)._replace(empty=True)},
+        segments={2: None},
+        pages={1: (2, m.pack_pages([8, 9]))},
+        state={"gone": None},
+    )
+    await bus.commit(one, batch)
     stored = await bus.load_directory()
-    assert stored.counts == {"n1": {5: 2, -7: 1}}
-    assert stored.branches == {"b": b"record"} and stored.paths == {"b": path}
+    assert {n: as_table(c) for n, c in stored.counts.items()} == {"n1": {-7: 1}}
+    assert stored.segments == {1: b"segment"} and stored.pages == {1: m.pack_pages([1, 2, 8, 9])}
     assert stored.state == {"branch": b"1-1"}
-    await bus.commit(one, Commit(counts={"n1": {5: 0}}, paths={"b": (2, m.pack_pages([8, 9]))}))
-    stored = await bus.load_directory()
-    assert stored.counts == {"n1": {-7: 1}}
-    assert stored.paths == {"b": m.pack_pages([1, 2, 8, 9])}
     await eventually(two.acquire, 5.0)
     with pytest.raises(NotLeader):
-        await bus.commit(one, Commit(counts={"n1": {1: 1}}))
-    await bus.commit(two, Commit(branches={"b": None}, dropped_nodes=["n1"]))
-    stored = await bus.load_directory()
-    assert (stored.counts, stored.branches, stored.paths) == ({}, {}, {})
+        await bus.commit(one, Commit(3, counts={"n1": counts_of(p1=1)}))
+    await bus.commit(two, Commit(3, branches={"b": None}))
+    assert (await bus.load_directory()).branches == {} and await bus.committed() == 3
+    await bus.close()
+
+
+async def test_commit_on_top_of_a_batch_that_redis_lost_is_refused(redis_url, cluster_name):
+    bus = await Bus.connect(redis_url, cluster_name)
+    lease = bus.lease("directory", "one", 30.0)
+    await lease.acquire()
+    for number in (1, 2, 3):
+        await bus.commit(lease, Commit(number, state={"s": b"%d" % number}))
+    await bus._redis.set(bus.key("commit"), 2)  # as a replica that lagged has it
+    with pytest.raises(StateLost):
+        await bus.commit(lease, Commit(4, state={"s": b"4"}))
+    assert (await bus.load_directory()).state == {"s": b"3"}
+    await bus.close()
+
+
+async def test_tokens_grow_when_a_failover_took_the_fence_back(redis_url, cluster_name):
+    bus = await Bus.connect(redis_url, cluster_name)
+    one, two = bus.lease("directory", "one", 30.0), bus.lease("directory", "two", 30.0)
+    first = await one.acquire()
+    await asyncio.sleep(0.005)
+    await bus._redis.delete(bus.key("lease", "directory"), bus.key("fence", "directory"))
+    second = await two.acquire()
+    assert first is not None and second is not None and second > first
+    with pytest.raises(NotLeader):
+        await bus.commit(one, Commit(1))
+    await bus.close()
+
+
+async def lose_tail(bus, stream, producer, kept):
+    """As a failover to a replica that lagged: the stream's newest messages and the producer's number go back."""
+    key = bus.key("stream", stream)
+    for entry_id, fields in await bus._redis.xrange(key):
+        if fields[b"p"] == producer.encode() and int(fields[b"n"]) > kept:
+            await bus._redis.xdel(key, entry_id)
+    if kept:
+        await bus._redis.set(bus.key("number", stream, producer), kept)
+    else:
+        await bus._redis.delete(bus.key("number", stream, producer))
+
+
+@pytest.mark.parametrize("kept", [0, 7, 19])
+@pytest.mark.parametrize("idle", [True, False])
+async def test_a_tail_that_redis_lost_is_sent_again_once(redis_url, cluster_name, kept, idle):
+    bus = await Bus.connect(redis_url, cluster_name)
+    publisher = bus.publisher("branch", "r1")
+    early, sent = bus.reader({"branch": "0"}), [m.BranchEnded(f"{i}") for i in range(20)]
+    async with _running(publisher):
+        for message in sent:
+            publisher.publish(message)
+        await publisher.flush()
+        assert [event.message for event in await _drain(early, 20)] == sent
+        await lose_tail(bus, "branch", "r1", kept)
+        if not idle:
+            sent.append(m.BranchEnded("next"))
+            publisher.publish(sent[-1])
+        late = bus.reader({"branch": "0"})
+        assert [event.message for event in await _drain(late, len(sent))] == sent
+        assert await late.read(0.05) == []
+        # One that had seen them sees them no second time.
+        assert [event.message for event in await early.read(0.05)] == sent[20:]
+    assert publisher.repeated == 20 - kept
+    assert [int(f[b"n"]) for _, f in await bus._redis.xrange(bus.key("stream", "branch"))] == [
+        *range(1, len(sent) + 1)
+    ]
+    await bus.close()
+
+
+async def test_a_message_sent_twice_is_in_the_stream_once(redis_url, cluster_name):
+    """Redis took it, but the answer was lost."""
+    bus = await Bus.connect(redis_url, cluster_name)
+    publisher = bus.publisher("branch", "r1")
+    for i in range(5):
+        publisher.publish(m.BranchEnded(f"{i}"))
+    waiting = list(publisher._waiting)
+    await publisher._send()
+    publisher._kept.clear()
+    publisher._waiting.extend(waiting)
+    async with _running(publisher):
+        publisher.publish(m.BranchEnded("5"))
+        await publisher.flush()
+    got = await _drain(bus.reader({"branch": "0"}), 6)
+    assert [event.message.branch for event in got] == ["0", "1", "2", "3", "4", "5"]
+    assert await bus._redis.xlen(bus.key("stream", "branch")) == 6
+    await bus.close()
+
+
+async def test_messages_are_forgotten_once_they_are_safe(redis_url, cluster_name, monkeypatch):
+    monkeypatch.setattr("shared.streams.SAFE_S", 0.2)
+    monkeypatch.setattr("shared.streams.PROBE_S", 0.05)
+    bus = await Bus.connect(redis_url, cluster_name)
+    kept = bus.publisher("branch", "r1")
+    at_once = bus.publisher("state:n1", "n1", keep=False)
+    async with _running(kept), _running(at_once):
+        for publisher in (kept, at_once):
+            publisher.publish(m.BranchEnded("b"))
+            await publisher.flush()
+        assert (kept.kept, at_once.kept) == (1, 0)
+        await eventually(lambda: kept.kept == 0, 5.0)
+    await bus.close()
+
+
+async def test_kept_messages_make_room_before_waiting_ones(redis_url, cluster_name):
+    bus = await Bus.connect(redis_url, cluster_name)
+    publisher = bus.publisher("branch", "r1", capacity=10)
+    async with _running(publisher):
+        for i in range(30):
+            publisher.publish(m.BranchEnded(f"{i}"))
+            await publisher.flush()
+    assert (publisher.kept, publisher.dropped) == (10, 0)
     await bus.close()
 
 
@@ -180,10 +312,10 @@ async def test_renewing_the_lease_during_a_commit_is_no_loss_of_it(redis_url, cl
 
     renewing = asyncio.create_task(renew())
     for i in range(100):
-        await bus.commit(lease, Commit(counts={"n1": {i: 1}}))
+        await bus.commit(lease, Commit(i + 1, counts={"n1": counts_of(**{f"p{i}": 1})}))
     stop = True
     await renewing
-    assert len((await bus.load_directory()).counts["n1"]) == 100
+    assert len((await bus.load_directory()).counts["n1"].pages) == 100
     await bus.close()
 
 

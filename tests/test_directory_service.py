@@ -15,9 +15,10 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from shared.bus import Bus
+from shared.bus import Bus, NodeCounts
 from shared.clock import Clock
 from shared.embedded import EmbeddedRedis, free_port
+from shared.kvsnapshot import send_snapshot
 from shared.messages import (
     CountsChanged,
     CountsFull,
@@ -37,7 +38,7 @@ from tests.directory_oracle import (
     Oracle,
     Path,
     RouterSide,
-    cleared,
+    begun,
     ended,
     node_info,
     page_names,
@@ -88,7 +89,7 @@ class Rig:
         self._port = self._runner.addresses[0][1]
         for node in NODES:
             await self.register(node)
-            await self.kv(node, cleared())
+            await self.kv(node, begun(self.oracle.phase[node]))
         self._tasks.append(asyncio.ensure_future(self._listen()))
         self._tasks.append(asyncio.ensure_future(self._stay_registered()))
 
@@ -112,11 +113,11 @@ class Rig:
                 with contextlib.suppress(Exception):  # Redis may be away
                     await self.bus.register_node(info, NODE_TTL_S)
 
-    async def _snapshot(self, request: web.Request) -> web.Response:
+    async def _snapshot(self, request: web.Request) -> web.StreamResponse:
         node = request.match_info["node"]
         self.snapshots += 1
         snapshot = snapshot_of(self.oracle, node, f"{node}.{self.lives[node]}", self.sent[node])
-        return web.Response(body=msgspec.msgpack.encode(snapshot))
+        return await send_snapshot(request, snapshot)
 
     async def _listen(self) -> None:
         while True:
@@ -178,7 +179,7 @@ class Rig:
         self.sent[node] = 0
         self.oracle.lose(node)
         self.counts[node] = WorkerSide()
-        await self.kv(node, cleared())
+        await self.kv(node, begun(self.oracle.phase[node], self.epoch, self.clock.now()))
         await self.register(node)
 
     async def serve(self, branch: str, path: Path, *nodes: str) -> None:
@@ -214,7 +215,7 @@ class Rig:
             found = (await self.bus.load_directory()).counts
         except BusError:
             return False  # this test's own connection, from before a restart of Redis
-        return all(found.get(node, {}) == self.oracle.table(node) for node in NODES)
+        return all(as_table(found.get(node)) == self.oracle.table(node) for node in NODES)
 
     def at_workers(self) -> bool:
         told = self.counts
@@ -231,12 +232,18 @@ class Rig:
             found = (await self.bus.load_directory()).counts
             differs = {
                 node: (
-                    found.get(node, {}).items() ^ self.oracle.table(node).items(),
+                    as_table(found.get(node)).items() ^ self.oracle.table(node).items(),
                     self.counts[node].positive ^ set(self.oracle.table(node)),
                 )
                 for node in NODES
             }
             raise AssertionError(f"in Redis and at the workers differs: {differs}") from None
+
+
+def as_table(counts: NodeCounts | None) -> dict[int, int]:
+    if counts is None:
+        return {}
+    return dict(zip(counts.pages.tolist(), counts.counts.tolist(), strict=True))
 
 
 class WorkerSide:

@@ -93,7 +93,22 @@ def test_a_clear_of_all_and_of_one_tier():
     spy.follower.feed(Event("kv:n", "3-0", "a", 3, PagesCleared(Tier.L1)))
     assert spy.said[-1] == ("gone", [2])
     spy.follower.feed(Event("kv:n", "4-0", "a", 4, PagesCleared()))
-    assert spy.said[-1] == ("gone", [1, 3]) and len(spy.follower.index) == 0
+    what, pages = spy.said[-1]
+    assert what == "gone" and sorted(pages) == [1, 3] and len(spy.follower.index) == 0
+
+
+def test_a_page_is_told_once_and_only_when_it_came_or_left():
+    spy = Spy()
+    spy.follower.feed(stored(1, [1, 2, 1]))
+    assert spy.said[-1][0] == "stored" and sorted(spy.said[-1][1]) == [1, 2]
+    spy.follower.feed(stored(2, [2, 3], Tier.L2))
+    assert spy.said[-1] == ("stored", [3])
+    spy.follower.feed(removed(3, [1, 1, 2]))
+    assert spy.said[-1] == ("gone", [1])
+    told = len(spy.said)
+    spy.follower.feed(stored(4, [2, 3], Tier.L2))
+    spy.follower.feed(removed(5, [1, 9]))
+    assert len(spy.said) == told
 
 
 def test_a_lost_node_leaves_nothing():

@@ -15,13 +15,13 @@ import pytest
 from shared.bus import Bus
 from shared.kvfollow import Follow, KvFollower
 from shared.kvindex import KvIndex
+from shared.kvsnapshot import fetch_snapshot
 from shared.messages import (
     CountsChanged,
     CountsFull,
     CountsWanted,
     FetchPlan,
     Iterations,
-    KvSnapshot,
     NodeState,
     PagesCleared,
     Phase,
@@ -128,8 +128,7 @@ async def test_kv_events_and_snapshot_tell_what_the_node_holds(
         assert all(follower.feed(event) is Follow.OK for event in events)
         for tier in Tier:
             assert set(follower.index.pages("n1", tier).tolist()) == set(w.cache.pages(tier))
-        async with http.get(w.url + "/ei/v1/kv/snapshot") as answer:
-            snapshot = msgspec.msgpack.decode(await answer.read(), type=KvSnapshot)
+        snapshot = await fetch_snapshot(http, (await bus.nodes())["n1"])
         assert (snapshot.node, snapshot.incarnation, snapshot.seq) == ("n1", w.instance, events[-1].seq)
         assert set(np.frombuffer(snapshot.l2, "<i8").tolist()) == set(w.cache.pages(Tier.L2))
         assert w.cache.l2_used == 60 and w.cache.evicted[Tier.L2, False] == 60

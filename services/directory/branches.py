@@ -20,11 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.directory.paths import EMPTY_PATH, NO_TIP, PathStore, Tip, common_pages
 from shared.messages import BranchEnded, BranchPlaced, BranchRequest, PageArray, Phase, unpack_pages
 
 MAX_ENDED = 256  # ends remembered, so that a late request does not bring a branch back
-
-EMPTY_PATH: PageArray = np.empty(0, dtype=np.int64)
 
 
 class Change(StrEnum):
@@ -47,15 +46,17 @@ class Step(NamedTuple):
 
 
 class Branch:
-    """One entry of S. `path` is int64[pages], page hashes; times are cluster seconds."""
+    """One entry of S. `path` is int64[pages], page hashes, and `tip` its end among the stored paths; times are
+    cluster seconds."""
 
-    __slots__ = ("last_t", "name", "path", "placed", "request_t", "version")
+    __slots__ = ("last_t", "name", "path", "placed", "request_t", "tip", "version")
 
     def __init__(
         self,
         name: str,
         version: int = 1,
         path: PageArray = EMPTY_PATH,
+        tip: Tip = NO_TIP,
         last_t: float = 0.0,
         request_t: float = 0.0,
         placed: dict[Phase, tuple[float, str]] | None = None,
@@ -63,6 +64,7 @@ class Branch:
         self.name = name
         self.version = version
         self.path = path
+        self.tip = tip
         self.last_t = last_t  # last sign of life
         self.request_t = request_t  # last request
         self.placed = placed if placed is not None else {}  # last placement in each phase: time, node
@@ -73,6 +75,7 @@ class BranchTable:
 
     def __init__(self) -> None:
         self._branches: dict[str, Branch] = {}
+        self.paths = PathStore()
         self.ended: dict[str, float] = {}  # newest ends, oldest first
 
     def __len__(self) -> int:
@@ -107,11 +110,11 @@ class BranchTable:
                 return Step(Change.UNKNOWN, 0, EMPTY_PATH, 0)
             if old.size:
                 branch.version += 1
-                branch.path = EMPTY_PATH
+                self._set_path(branch, EMPTY_PATH, 0)
             self._touch(branch, message.t, now)
             branch.request_t = max(branch.request_t, message.t)
             return Step(Change.UNKNOWN, branch.version, old, 0)
-        common = base + _common_pages(old[base:], pages)
+        common = base + common_pages(old[base:], pages)
         if branch is None:
             change = Change.NEW
             branch = self._branches[message.branch] = Branch(message.branch)
@@ -122,7 +125,7 @@ class BranchTable:
         else:
             change = Change.APPENDED
         if common < old.size or base + pages.size > old.size:
-            branch.path = np.concatenate((old[:base], pages)) if base else pages
+            self._set_path(branch, np.concatenate((old[:base], pages)) if base else pages, common)
         branch.request_t = max(branch.request_t, message.t)
         self._touch(branch, message.t, now)
         return Step(change, branch.version, old, common)
@@ -152,7 +155,9 @@ class BranchTable:
             self.ended[message.branch] = message.t
             if len(self.ended) > MAX_ENDED:
                 del self.ended[next(iter(self.ended))]
-        return self._branches.pop(message.branch, None)
+        if branch is not None:
+            self._remove(branch)
+        return branch
 
     def expire(self, before: float) -> list[Branch]:
         """Remove and return the branches whose last sign of life came before that time."""
@@ -162,18 +167,21 @@ class BranchTable:
                 break
             gone.append(branch)
         for branch in gone:
-            del self._branches[branch.name]
+            self._remove(branch)
         return gone
+
+    def _remove(self, branch: Branch) -> None:
+        """Take it out of S; its `path` stays, for what follows from its end."""
+        del self._branches[branch.name]
+        self.paths.release(branch.tip)
+        branch.tip = NO_TIP
+
+    def _set_path(self, branch: Branch, path: PageArray, common: int) -> None:
+        branch.tip = self.paths.move(branch.tip, path, common)
+        branch.path = path
 
     def _touch(self, branch: Branch, t: float, now: float) -> None:
         # A sender's clock that runs ahead must not keep its branches for ever.
         branch.last_t = max(branch.last_t, min(t, now) if t > 0.0 else now)
         del self._branches[branch.name]
         self._branches[branch.name] = branch
-
-
-def _common_pages(a: PageArray, b: PageArray) -> int:
-    """Length of the common prefix of two paths."""
-    n = min(a.size, b.size)
-    differs = np.flatnonzero(a[:n] != b[:n])
-    return int(differs[0]) if differs.size else n

@@ -3,8 +3,9 @@
 Rules that hold here
 - The state is a function of the events applied, in their order. `take` returns everything that changed since
   the call before: absolute values, and the position of every stream up to which they hold.
-- A node's record names its incarnation. Events and placements of an earlier one change nothing; when the
-  registry shows another one, the counts, pages and pending moves of the node go.
+- A node's record names its incarnation. Events and placements of an earlier one change nothing. A new one begins
+  with its first kv event, in the order of all events: the node's counts, pages and pending moves go then. Where
+  that event stays out for long, the registry's word counts.
 - A node's phase changes by its own acknowledgement (`RoleAck`, switched); a higher epoch replaces a lower one.
   The registry's word counts for a node that is new, and where an acknowledgement stays out for long.
 - While a node's pages are unknown (a gap in its events), no move to it settles and its position stays before
@@ -24,10 +25,12 @@ import msgspec
 
 from services.directory.branches import Branch, BranchTable, Change
 from services.directory.counts import Counted, Counts, NodeChanges
-from shared.bus import Commit, Stored
+from services.directory.paths import SegmentRecord, tip_number
+from shared.bus import NO_COUNTS, Commit, NodeCounts, Stored
 from shared.kvfollow import KV_STREAM, Follow, KvFollower
 from shared.kvindex import KvIndex
 from shared.messages import (
+    Began,
     BranchEnded,
     BranchPlaced,
     BranchRequest,
@@ -41,14 +44,12 @@ from shared.messages import (
     Phase,
     RoleAck,
     RoleStage,
-    pack_pages,
-    unpack_pages,
 )
 from shared.streams import Event
 
 STREAMS = ("branch", "roles", "resync")
 MAX_PRODUCERS = 64  # routers whose last number on `branch` is remembered
-ACK_PATIENCE_S = 5.0  # wall seconds after which the registry's phase is believed without an acknowledgement
+PATIENCE_S = 5.0  # wall seconds after which the registry's word is believed without the node's own
 
 _KV_MESSAGES = (PagesStored, PagesRemoved, PagesCleared)
 
@@ -71,9 +72,11 @@ class CountedRecord(msgspec.Struct, array_like=True):
 
 
 class BranchRecord(msgspec.Struct, array_like=True):
-    """What is kept of a branch beside its path. `placed`: time and node of its last placement, by phase."""
+    """What is kept of a branch. Its path is the first `path_pages` pages on the way to the end of `segment`.
+    `placed`: time and node of its last placement, by phase."""
 
     version: int
+    segment: int
     path_pages: int
     last_t: float
     request_t: float
@@ -83,6 +86,7 @@ class BranchRecord(msgspec.Struct, array_like=True):
 
 
 _branch_records = msgspec.msgpack.Decoder(BranchRecord)
+_segment_records = msgspec.msgpack.Decoder(SegmentRecord)
 _node_records = msgspec.msgpack.Decoder(NodeRecord)
 _positions = msgspec.msgpack.Decoder(dict[str, str])
 _numbers = msgspec.msgpack.Decoder(dict[str, int])
@@ -106,6 +110,17 @@ class Batch(NamedTuple):
     wanted: list[str]  # branches whose whole path is wanted
 
 
+class Damage(NamedTuple):
+    """What a restore could not use or found wrong."""
+
+    branches: int  # records that cannot be read, or whose path is damaged
+    segments: int
+    counts: int  # saved counts that differ from what the branch records say
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+
 class Directory:
     """Algorithms E.1 and E.2 for a cluster. `idle_s`: cluster seconds; `grace_s`: wall seconds."""
 
@@ -125,8 +140,9 @@ class Directory:
         self._before_gap: dict[str, PageArray] = {}  # node -> counted pages that it held before a gap
         self._absent_since: dict[str, float] = {}
         self._behind_since: dict[str, float] = {}
+        self._replaced_since: dict[str, float] = {}
+        self._number = 0  # of the batch taken last
         self._dirty_branches: set[str] = set()
-        self._dirty_paths: dict[str, int] = {}  # branch -> first page that changed
         self._dirty_nodes: set[str] = set()
         self._dirty_positions = False
         self._dirty_ended = False
@@ -210,13 +226,10 @@ class Directory:
         if step.common < step.old.size:
             self.counts.rewritten(message.branch, step.old, step.common)
         self._dirty_branches.add(message.branch)
-        first = self._dirty_paths.get(message.branch, step.common)
-        self._dirty_paths[message.branch] = min(first, step.common)
 
     def _ended(self, branch: Branch) -> None:
         self.counts.end(branch.name, branch.path)
         self._dirty_branches.add(branch.name)
-        self._dirty_paths.pop(branch.name, None)
 
     def _switched(self, node: str, phase: Phase, epoch: int) -> None:
         record = self.nodes.get(node)
@@ -234,6 +247,9 @@ class Directory:
 
     def _kv_event(self, event: Event) -> bool:
         node = event.stream.removeprefix(KV_STREAM)
+        message = event.message
+        if event.seq == 1 and isinstance(message, PagesCleared) and message.began is not None:
+            self._began(node, event, message.began)
         record = self.nodes.get(node)
         if record is None or event.producer != record.incarnation:
             return False
@@ -248,11 +264,32 @@ class Directory:
         if self.follower.synced(node):
             self._before_gap.pop(node, None)
             # A node's first event clears what it never had; placements may already count on it.
-            if isinstance(event.message, PagesCleared) and event.seq > 1:
+            if isinstance(message, PagesCleared) and event.seq > 1:
                 counted = self.counts.positive(node)
                 self.counts.evicted(node, counted[~self.index.holds(node, counted)])
             self._caught_up(node)
         return wanted
+
+    def _began(self, node: str, event: Event, began: Began) -> None:
+        """The first word of a life of the node."""
+        record = self.nodes.get(node)
+        if record is not None:
+            if record.incarnation == event.producer and record.seq:
+                return  # heard before
+            if record.incarnation != event.producer:
+                if began.t < record.started_t:
+                    return  # of an earlier life
+                self._drop_pages(node)
+                self.stats["restarts"] += 1
+        self._begin(node, NodeRecord(event.producer, began.phase, began.epoch, began.t))
+
+    def _begin(self, node: str, record: NodeRecord) -> None:
+        self.nodes[node] = record
+        self.counts.switched(node, None, record.phase)
+        self._behind_since.pop(node, None)
+        self._replaced_since.pop(node, None)
+        self._dirty_nodes.add(node)
+        self._full.add(node)
 
     def snapshot(self, node: str, snapshot: KvSnapshot) -> bool:
         """The node's pages. False when another snapshot is needed."""
@@ -292,20 +329,22 @@ class Directory:
             self._absent_since.pop(node, None)
             record = self.nodes.get(node)
             if record is None:
-                self.nodes[node] = NodeRecord(info.incarnation, info.phase, info.epoch, info.started_t)
-                self.counts.switched(node, None, info.phase)
-            elif record.incarnation != info.incarnation:
-                self._drop_pages(node)
-                self.nodes[node] = NodeRecord(
-                    info.incarnation, info.phase, info.epoch, info.started_t, record.position
-                )
-                self.stats["restarts"] += 1
-            else:
+                self._begin(node, NodeRecord(info.incarnation, info.phase, info.epoch, info.started_t))
+                begun.append(node)
+            elif record.incarnation == info.incarnation:
+                self._replaced_since.pop(node, None)
                 self._compare_epochs(info, record, wall_s)
-                continue
-            begun.append(node)
-            self._dirty_nodes.add(node)
-            self._full.add(node)
+            elif info.started_t >= record.started_t and (
+                wall_s - self._replaced_since.setdefault(node, wall_s) >= PATIENCE_S
+            ):
+                # Its first word was trimmed away.
+                self._drop_pages(node)
+                self.stats["restarts"] += 1
+                position = record.position
+                self._begin(
+                    node, NodeRecord(info.incarnation, info.phase, info.epoch, info.started_t, position)
+                )
+                begun.append(node)
         absent = {*self.nodes, *self.counts.nodes()} - set(infos)
         lost = [
             node
@@ -318,6 +357,7 @@ class Directory:
             self._dirty_nodes.add(node)
             self._absent_since.pop(node, None)
             self._behind_since.pop(node, None)
+            self._replaced_since.pop(node, None)
             self._full.discard(node)
             self.stats["lost"] += 1
         return Registry(begun, lost)
@@ -325,7 +365,7 @@ class Directory:
     def _compare_epochs(self, info: NodeInfo, record: NodeRecord, wall_s: float) -> None:
         if info.epoch < record.epoch or info.phase is record.phase:
             self._behind_since.pop(info.node, None)
-        elif wall_s - self._behind_since.setdefault(info.node, wall_s) >= ACK_PATIENCE_S:
+        elif wall_s - self._behind_since.setdefault(info.node, wall_s) >= PATIENCE_S:
             self._switched(info.node, info.phase, info.epoch)
 
     def _drop_pages(self, node: str) -> None:
@@ -348,8 +388,18 @@ class Directory:
     def urgent(self) -> bool:
         """Something other than positions waits for `take`."""
         return bool(
-            self._dirty_branches or self._full or self._wanted or self._dirty_ended or self.counts.changed
+            self._dirty_branches
+            or self._full
+            or self._wanted
+            or self._dirty_ended
+            or self.counts.changed
+            or self.table.paths.changed
         )
+
+    @property
+    def written(self) -> int:
+        """Number of the batch taken last."""
+        return self._number
 
     @property
     def dirty(self) -> bool:
@@ -358,27 +408,29 @@ class Directory:
 
     def take(self) -> Batch:
         """What changed since the call before."""
+        self._number += 1
         changes = self.counts.take_changes()
-        commit = Commit(counts={node: found.counts for node, found in changes.items()})
+        commit = Commit(self._number)
+        for node, found in changes.items():
+            empty = not self.counts.counted_pages(node)
+            commit.counts[node] = NodeCounts(found.pages, found.counts, empty)
         for name in self._dirty_branches | self.counts.take_touched():
             branch = self.table.get(name)
             commit.branches[name] = None if branch is None else _encode(self._record(branch))
-        for name, first in self._dirty_paths.items():
-            path = self.table.path(name)
-            if first < path.size or not first:
-                commit.paths[name] = (first, pack_pages(path[first:]))
+        segments, commit.pages = self.table.paths.take()
+        for number, record in segments.items():
+            commit.segments[number] = None if record is None else _encode(record)
         commit.state["streams"] = _encode(self.positions)
         commit.state["producers"] = _encode(self._producers)
         if self._dirty_ended:
             commit.state["ended"] = _encode(self.table.ended)
         for node in self._dirty_nodes:
-            record = self.nodes.get(node)
-            commit.state[f"node:{node}"] = None if record is None else _encode(record)
+            known = self.nodes.get(node)
+            commit.state[f"node:{node}"] = None if known is None else _encode(known)
         batch = Batch(commit, changes, self._full & set(self.nodes), list(self._wanted))
         self._full.difference_update(batch.full)
         self._wanted.clear()
         self._dirty_branches.clear()
-        self._dirty_paths.clear()
         self._dirty_nodes.clear()
         self._dirty_positions = self._dirty_ended = False
         return batch
@@ -386,6 +438,7 @@ class Directory:
     def _record(self, branch: Branch) -> BranchRecord:
         return BranchRecord(
             version=branch.version,
+            segment=tip_number(branch.tip),
             path_pages=branch.path.size,
             last_t=branch.last_t,
             request_t=branch.request_t,
@@ -397,10 +450,10 @@ class Directory:
             pending=self.counts.pending_of(branch.name),
         )
 
-    def restore(self, stored: Stored) -> tuple[int, int]:
-        """Continue from what was written, in a new object. Returns how many branch records could not be read,
-        and how many saved counts differ from what the records say: `take` then writes them anew."""
+    def restore(self, stored: Stored) -> Damage:
+        """Continue from what was written, in a new object. What is damaged is left out, and `take` writes it anew."""
         state = stored.state
+        self._number = stored.number
         if "streams" in state:
             self.positions.update(_positions.decode(state["streams"]))
         if "producers" in state:
@@ -408,29 +461,45 @@ class Directory:
         for field, blob in state.items():
             if field.startswith("node:"):
                 self.nodes[field.removeprefix("node:")] = _node_records.decode(blob)
-        records: dict[str, BranchRecord] = {}
-        branches: list[Branch] = []
-        unreadable = 0
+        branches, damage = self._restore_branches(stored)
+        self.table.restore(
+            [branch for branch, _ in branches], _times.decode(state["ended"]) if "ended" in state else {}
+        )
+        for branch, record in branches:
+            counted = {n: Counted(c.pages, c.phases, set(c.holes)) for n, c in record.counted.items()}
+            self.counts.restore(branch.name, counted, record.pending, branch.path)
+        self.counts.take_touched()
+        differ = 0
+        for node in sorted({*stored.counts, *self.counts.nodes()}):
+            saved = stored.counts.get(node, NO_COUNTS)
+            differ += self.counts.adopt(node, saved.pages, saved.counts)
+        return damage._replace(counts=differ)
+
+    def _restore_branches(self, stored: Stored) -> tuple[list[tuple[Branch, BranchRecord]], Damage]:
+        paths = self.table.paths
+        records: dict[int, SegmentRecord] = {}
+        for number, blob in stored.segments.items():
+            try:
+                records[number] = _segment_records.decode(blob)
+            except msgspec.DecodeError:
+                records[number] = SegmentRecord(0, 0, 0)  # none that is whole
+        damaged = paths.restore(records, stored.pages)
+        found: list[tuple[Branch, BranchRecord]] = []
+        lost = 0
         for name, blob in stored.branches.items():
             try:
                 record = _branch_records.decode(blob)
-                path = unpack_pages(stored.paths[name])[: record.path_pages]
-            except (msgspec.DecodeError, KeyError, ValueError):
-                unreadable += 1
+            except msgspec.DecodeError:
+                tip = None
+            else:
+                tip = paths.claim(record.segment, record.path_pages)
+            if tip is None:
+                lost += 1
                 self._dirty_branches.add(name)
                 continue
-            records[name] = record
-            branches.append(
-                Branch(name, record.version, path, record.last_t, record.request_t, record.placed)
+            branch = Branch(
+                name, record.version, paths.path(tip), tip, record.last_t, record.request_t, record.placed
             )
-        self.table.restore(branches, _times.decode(state["ended"]) if "ended" in state else {})
-        for branch in branches:
-            record = records[branch.name]
-            counted = {n: Counted(c.pages, c.phases, set(c.holes)) for n, c in record.counted.items()}
-            self.counts.restore(branch.name, counted, record.pending, branch.path)
-        self.counts.take_changes()
-        self.counts.take_touched()
-        differ = 0
-        for node in {*stored.counts, *self.counts.nodes()}:
-            differ += self.counts.expect(node, stored.counts.get(node, {}))
-        return unreadable, differ
+            found.append((branch, record))
+        paths.sweep()
+        return found, Damage(lost, len(damaged), 0)

@@ -17,21 +17,19 @@ Rules that hold here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from shared.kvindex import KvIndex
 from shared.messages import PageArray, Phase
+from shared.pagetable import PageTable, Slots
 
-# A page's entry in a node's table is depth * _DEPTH + R. Chained hashes give a page one depth (its place in a
-# path) wherever it occurs, so whether a branch counts an evicted page is one comparison.
-_DEPTH = 1 << 24
-_COUNT = _DEPTH - 1
-
-_REBUILD_PAGES = 4096  # a smaller table is not worth returning memory of
 _CHECK_PAGES = 512  # pages looked up at a time when a pending move is checked
+
+_NO_PAGES: PageArray = np.empty(0, dtype=np.int64)
 
 _BITS = {Phase.PREFILL: 1, Phase.DECODE: 2, Phase.BOTH: 3}
 
@@ -58,11 +56,81 @@ class Pending(NamedTuple):
 
 
 class NodeChanges(NamedTuple):
-    """What changed on a node: R of every changed page; pages that became positive, and zero."""
+    """What changed on a node: pages (int64[n]) and R of each (int32[n]); of these the pages that became positive,
+    and zero."""
 
-    counts: dict[int, int]
-    positive: list[int]
-    zero: list[int]
+    pages: PageArray
+    counts: npt.NDArray[np.int32]
+    positive: PageArray
+    zero: PageArray
+
+
+class _NodeCounts:
+    """R of one node's pages. Columns of a row: R, R when it was last taken, depth of the page.
+
+    Chained hashes give a page one depth (its place in a path) wherever it occurs, so whether a branch counts an
+    evicted page is one comparison.
+    """
+
+    def __init__(self) -> None:
+        self.rows = PageTable(3)
+        self.touched: list[PageArray] = []  # pages whose R may differ from what was last taken
+        self._positive = 0  # pages with R > 0 when they were last taken
+
+    @property
+    def pages(self) -> int:
+        """Pages with R > 0."""
+        return int(np.count_nonzero(self.rows.columns[0])) if self.touched else self._positive
+
+    def positive(self) -> Slots:
+        """Slots of the pages with R > 0."""
+        return self.rows.columns[0].nonzero()[0]
+
+    def add(self, pages: PageArray, depths: npt.NDArray[np.int32]) -> None:
+        """One branch more has these pages, at these depths."""
+        slots = self.rows.insert(pages)
+        now, _, depth = self.rows.columns
+        new = now[slots] == 0
+        depth[slots[new]] = depths[new]
+        np.add.at(now, slots, 1)
+        self.touched.append(pages)
+
+    def subtract(self, pages: PageArray) -> None:
+        """One branch fewer has these pages."""
+        np.subtract.at(self.rows.columns[0], self.rows.find(pages), 1)
+        self.touched.append(pages)
+
+    def take(self) -> NodeChanges | None:
+        """What changed since the call before; None when nothing did."""
+        if not self.touched:
+            return None
+        pages = self.touched[0] if len(self.touched) == 1 else np.concatenate(self.touched)
+        self.touched = []
+        slots = np.unique(self.rows.find(pages))
+        if slots.size and slots[0] < 0:
+            slots = slots[1:]
+        now, taken, depth = self.rows.columns
+        new, old = now[slots], taken[slots]
+        depth[slots[new == 0]] = 0
+        changed = new != old
+        slots, new, old = slots[changed], new[changed], old[changed]
+        taken[slots] = new
+        pages = self.rows.pages(slots)
+        found = NodeChanges(pages, new, pages[old == 0], pages[new == 0])
+        self._positive += found.positive.size - found.zero.size
+        self.rows.shrink(self._positive)
+        return found if pages.size else None
+
+    def adopt(self, pages: PageArray, counts: npt.NDArray[np.int32]) -> int:
+        """Take these for what was last taken; returns how many pages have another R."""
+        slots = self.rows.insert(pages)
+        now, taken, _ = self.rows.columns
+        taken[:] = 0
+        taken[slots] = counts
+        self._positive = int(np.count_nonzero(taken))
+        differ = (now != taken).nonzero()[0]
+        self.touched = [self.rows.pages(differ)] if differ.size else []
+        return int(differ.size)
 
 
 class Counts:
@@ -71,38 +139,45 @@ class Counts:
     def __init__(self, index: KvIndex, path: Callable[[str], PageArray]) -> None:
         self._index = index
         self._path = path
-        self._tables: dict[str, dict[int, int]] = {}  # node -> page -> depth and R
-        self._peaks: dict[str, int] = {}  # most pages a table has had since it was built
+        self._nodes: dict[str, _NodeCounts] = {}
         self._counted: dict[str, dict[str, Counted]] = {}  # branch -> node -> C
         self._branches: dict[str, set[str]] = {}  # node -> branches with a C there
         self._pending: dict[tuple[str, Phase], Pending] = {}
         self._awaited: dict[str, set[tuple[str, Phase]]] = {}  # node -> pending moves to it
-        self._before: dict[str, dict[int, int]] = {}  # node -> changed page -> R before the change
         self._touched: set[str] = set()
 
     # ------------------------------------------------------------------------- questions
 
     def count(self, node: str, page: int) -> int:
         """R[page, node]."""
-        table = self._tables.get(node)
-        return table.get(page, 0) & _COUNT if table else 0
+        counts = self._nodes.get(node)
+        if counts is None:
+            return 0
+        slots = counts.rows.find(np.array([page], dtype=np.int64))
+        return int(counts.rows.columns[0][slots[0]])
 
     def counted_pages(self, node: str) -> int:
         """Pages of the node with a positive count."""
-        return len(self._tables.get(node, ()))
+        counts = self._nodes.get(node)
+        return 0 if counts is None else counts.pages
 
     def positive(self, node: str) -> PageArray:
         """int64[n]: pages of the node with a positive count, in no order that means something."""
-        table = self._tables.get(node, {})
-        return np.fromiter(table, dtype=np.int64, count=len(table))
+        counts = self._nodes.get(node)
+        return _NO_PAGES if counts is None else counts.rows.pages(counts.positive())
 
     def table(self, node: str) -> dict[int, int]:
-        """R of every page of the node that is not zero: a copy."""
-        return {page: value & _COUNT for page, value in self._tables.get(node, {}).items()}
+        """R of every page of the node that is not zero."""
+        counts = self._nodes.get(node)
+        if counts is None:
+            return {}
+        slots = counts.positive()
+        values = counts.rows.columns[0][slots].tolist()
+        return dict(zip(counts.rows.pages(slots).tolist(), values, strict=True))
 
     def nodes(self) -> list[str]:
         """Nodes with a positive count."""
-        return [node for node, table in self._tables.items() if table]
+        return [node for node, counts in self._nodes.items() if counts.pages]
 
     def of(self, branch: str) -> dict[str, Counted]:
         """C of the branch by node (N_β are its keys); do not change it."""
@@ -120,12 +195,12 @@ class Counts:
     @property
     def changed(self) -> bool:
         """Whether `take_changes` or `take_touched` has something to give."""
-        return bool(self._before or self._touched)
+        return bool(self._touched) or any(counts.touched for counts in self._nodes.values())
 
     @property
     def changed_pages(self) -> int:
         """Pages in the next `take_changes`, at most."""
-        return sum(len(pages) for pages in self._before.values())
+        return sum(pages.size for counts in self._nodes.values() for pages in counts.touched)
 
     def take_touched(self) -> set[str]:
         """Branches whose C or pending moves may have changed since the last call, ended ones too."""
@@ -134,23 +209,13 @@ class Counts:
 
     def take_changes(self) -> dict[str, NodeChanges]:
         """What changed in R since the last call, by node; pages with the same R as then are left out."""
-        before, self._before = self._before, {}
         changes: dict[str, NodeChanges] = {}
-        for node, pages in before.items():
-            table = self._tables.get(node, {})
-            found = NodeChanges({}, [], [])
-            for page, old in pages.items():
-                new = table.get(page, 0) & _COUNT
-                if new == old:
-                    continue
-                found.counts[page] = new
-                if not old:
-                    found.positive.append(page)
-                elif not new:
-                    found.zero.append(page)
-            if found.counts:
+        for node, counts in list(self._nodes.items()):
+            found = counts.take()
+            if found is not None:
                 changes[node] = found
-            self._shrink(node)
+                if not counts.pages:
+                    del self._nodes[node]
         return changes
 
     # ------------------------------------------------------------------------- Algorithm E.2
@@ -197,32 +262,32 @@ class Counts:
 
     def evicted(self, node: str, pages: PageArray) -> None:
         """Line 20: these pages (int64[n]) left the node altogether; they leave every C there."""
-        table = self._tables.get(node)
-        if not table:
+        counts = self._nodes.get(node)
+        if counts is None:
             return
-        found = [(page, table[page]) for page in pages.tolist() if page in table]
-        if not found:
+        slots = counts.rows.find(pages)
+        now, _, depth = counts.rows.columns
+        counted_here = now[slots] > 0
+        hashes, slots = pages[counted_here], slots[counted_here]
+        if not slots.size:
             return
-        left = {page: value & _COUNT for page, value in found}
-        hashes = np.array([page for page, _ in found], dtype=np.int64)
-        depths = np.array([value // _DEPTH for _, value in found], dtype=np.int64)
+        left, depths = now[slots], depth[slots]
         for branch in list(self._branches[node]):
             counted = self._counted[branch][node]
-            inside = np.flatnonzero(depths < counted.pages)
+            inside = (depths < counted.pages).nonzero()[0]
             hit = inside[self._path(branch)[depths[inside]] == hashes[inside]]
-            for page, depth in zip(hashes[hit].tolist(), depths[hit].tolist(), strict=True):
-                if depth not in counted.holes:
-                    counted.holes.add(depth)
-                    left[page] -= 1
-            if hit.size:
-                self._touched.add(branch)
-                self._tidy(branch, node, counted)
-        before = self._before.setdefault(node, {})
-        for page, value in found:
-            if left[page]:
-                self._leave_every_path(node, page)
-            before.setdefault(page, value & _COUNT)
-            table.pop(page, None)
+            if not hit.size:
+                continue
+            if counted.holes:
+                hit = hit[[d not in counted.holes for d in depths[hit].tolist()]]
+            left[hit] -= 1
+            counted.holes.update(depths[hit].tolist())
+            self._touched.add(branch)
+            self._tidy(branch, node, counted)
+        for page in hashes[left > 0].tolist():
+            self._leave_every_path(node, page)
+        now[slots] = 0
+        counts.touched.append(hashes)
 
     def stored(self, node: str) -> None:
         """The node has more pages than before: settle the moves that waited for them."""
@@ -239,25 +304,21 @@ class Counts:
     def restore(
         self, branch: str, counted: dict[str, Counted], pending: dict[Phase, str], path: PageArray
     ) -> None:
-        """Bring back what `of` and `pending_of` gave; collected as changes, which the caller may discard."""
+        """Bring back what `of` and `pending_of` gave; `adopt` follows for every node."""
         for node, entry in counted.items():
             entry.pages = min(entry.pages, path.size)
             entry.holes = {depth for depth in entry.holes if depth < entry.pages}
             self._counted.setdefault(branch, {})[node] = entry
             self._branches.setdefault(node, set()).add(branch)
-            self._add(node, path, (d for d in range(entry.pages) if d not in entry.holes))
+            self._add(node, path, _without(range(entry.pages), entry.holes))
             self._tidy(branch, node, entry)
         for phase, node in pending.items():
             self._pending[branch, phase] = Pending(node, 0)
             self._awaited.setdefault(node, set()).add((branch, phase))
 
-    def expect(self, node: str, saved: dict[int, int]) -> int:
-        """Collect as changes where R differs from what was saved; returns how many pages do."""
-        table = self.table(node)
-        differ = {page for page, _ in table.items() ^ saved.items()}
-        if differ:
-            self._before.setdefault(node, {}).update({page: saved.get(page, 0) for page in differ})
-        return len(differ)
+    def adopt(self, node: str, pages: PageArray, counts: npt.NDArray[np.int32]) -> int:
+        """R as it was saved: what differs counts as changed since. Returns how many pages do."""
+        return self._node(node).adopt(pages, counts)
 
     # ------------------------------------------------------------------------- Count and Release
 
@@ -273,9 +334,9 @@ class Counts:
             self._branches.setdefault(node, set()).add(branch)
         counted.phases |= phases
         if counted.holes:
-            self._add(node, path, counted.holes)
+            self._add(node, path, np.array(sorted(counted.holes), dtype=np.int32))
             counted.holes = set()
-        self._add(node, path, range(counted.pages, path.size))
+        self._add(node, path, _without(range(counted.pages, path.size), ()))
         counted.pages = path.size
 
     def _cut(self, branch: str, node: str, path: PageArray, pages: int) -> None:
@@ -283,34 +344,21 @@ class Counts:
         counted = self._counted[branch][node]
         if counted.pages <= pages:
             return
-        holes = counted.holes
-        table = self._tables[node]
-        before = self._before.setdefault(node, {})
-        for depth, page in enumerate(path[pages : counted.pages].tolist(), pages):
-            if depth in holes:
-                continue
-            value = table[page]
-            before.setdefault(page, value & _COUNT)
-            if value & _COUNT == 1:
-                del table[page]
-            else:
-                table[page] = value - 1
+        self._nodes[node].subtract(path[_without(range(pages, counted.pages), counted.holes)])
         counted.pages = pages
-        counted.holes = {depth for depth in holes if depth < pages}
+        counted.holes = {depth for depth in counted.holes if depth < pages}
         self._touched.add(branch)
         self._tidy(branch, node, counted)
 
-    def _add(self, node: str, path: PageArray, depths: range | set[int] | Iterator[int]) -> None:
-        table = self._tables.setdefault(node, {})
-        before = self._before.setdefault(node, {})
-        pages = path.tolist() if not isinstance(depths, range) else path[depths.start : depths.stop].tolist()
-        first = depths.start if isinstance(depths, range) else 0
-        for depth in depths:
-            page = pages[depth - first]
-            value = table.get(page, depth * _DEPTH)
-            before.setdefault(page, value & _COUNT)
-            table[page] = value + 1
-        self._peaks[node] = max(self._peaks.get(node, 0), len(table))
+    def _add(self, node: str, path: PageArray, depths: npt.NDArray[np.int32]) -> None:
+        if depths.size:
+            self._node(node).add(path[depths], depths)
+
+    def _node(self, node: str) -> _NodeCounts:
+        counts = self._nodes.get(node)
+        if counts is None:
+            counts = self._nodes[node] = _NodeCounts()
+        return counts
 
     def _leave_every_path(self, node: str, page: int) -> None:
         """As `evicted`, for a page that a sender put at several depths, against the rule of chained hashes."""
@@ -345,18 +393,6 @@ class Counts:
             branches.discard(branch)
             if not branches:
                 del self._branches[node]
-
-    def _shrink(self, node: str) -> None:
-        table = self._tables.get(node)
-        if table is None:
-            return
-        if not table:
-            del self._tables[node]
-            self._peaks.pop(node, None)
-        elif self._peaks[node] > _REBUILD_PAGES and len(table) < self._peaks[node] // 4:
-            # A dict keeps its room when items go; a copy has what it needs.
-            self._tables[node] = dict(table)
-            self._peaks[node] = len(table)
 
     # ------------------------------------------------------------------------- pending moves
 
@@ -393,3 +429,10 @@ class Counts:
             if not held.all():
                 return start + int(np.argmin(held))
         return path.size
+
+
+def _without(depths: range, holes: Container[int]) -> npt.NDArray[np.int32]:
+    """These depths but for the holes."""
+    if not holes:
+        return np.arange(depths.start, depths.stop, dtype=np.int32)
+    return np.array([depth for depth in depths if depth not in holes], dtype=np.int32)

@@ -1,33 +1,42 @@
 """One term of leadership: from what the last leader wrote until the lease is lost.
 
 Rules that hold here
-- A batch of events is written in one transaction before anything of it is sent to a worker. When Redis fails,
-  the same batch is written again; when the lease is lost, the term ends and what was not written is read again
-  by the next leader from the positions that were.
+- A batch of events is written in one transaction before anything of it is sent to a worker. When that fails, or
+  the lease is lost, the term ends, and what was not written is read again from the positions that were.
 - Events are applied in the order in which Redis took them, over all streams: an entry's position starts with
-  Redis' clock. So counts are a function of the streams' contents, not of when they were read.
+  Redis' clock. So counts are a function of the streams' contents, not of when they were read. Those of the newest
+  millisecond wait until it is over, for another stream may have more of it.
 - Every worker gets its full set when the term begins, when it begins anew, and when it asks.
+- When Redis turns out to lack what this term wrote, because a failover took it back, the term ends and the next
+  one, of this process or another, begins from what Redis has: the publishers send again what the streams lost.
 - A node known from before is followed from the last event that was written, once its pages as of that event
-  are known (`rewind.py`); the term begins without it when that takes longer than RECOVERY_S.
+  are known (`rewind.py`); the term begins without it when that takes longer than RECOVERY_LEASES.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-import aiohttp
-import msgspec
-
-from services.directory.core import STREAMS, Batch, Directory, NodeRecord
-from services.directory.rewind import Rewind
-from shared.bus import Lease, NotLeader
+from services.directory.core import Batch, Directory
+from services.directory.rewind import Replay, Rewind
+from shared.bus import Lease, NotLeader, StateLost
 from shared.kvfollow import KV_STREAM
-from shared.messages import BranchPlaced, CountsChanged, CountsFull, KvSnapshot, PathWanted, pack_pages
-from shared.streams import BATCH, Backoff, BusError, Event, Publisher
+from shared.kvsnapshot import SnapshotError, fetch_snapshot
+from shared.messages import (
+    BranchPlaced,
+    CountsChanged,
+    CountsFull,
+    KvSnapshot,
+    PathWanted,
+    RoleAck,
+    pack_pages,
+)
+from shared.streams import BATCH, Backoff, BusError, Event, Publisher, check_cancelled
 
 if TYPE_CHECKING:
     from services.directory.service import DirectoryService
@@ -35,15 +44,15 @@ if TYPE_CHECKING:
 READ_S = 0.5  # longest wait for events
 REGISTRY_S = 1.0  # between looks at the registry
 POSITIONS_S = 1.0  # positions alone are written this often
-RECOVERY_S = 2.0
+RECOVERY_LEASES = 0.5  # lease times that a term waits for the nodes' pages before it begins
+MILLISECOND_S = 0.0011
 EVENTS_A_COMMIT = 2000
 PAGES_A_COMMIT = 20_000  # the event loop stands still while a batch is made, and the lease must be renewed
 MAX_HELD = 50_000  # events kept back for the order between streams
-SNAPSHOT_TIMEOUT_S = 10.0
+REWIND_S = 10.0  # for the events between a saved position and a snapshot
 SNAPSHOTS_AT_ONCE = 8
 
 T = TypeVar("T")
-_snapshots = msgspec.msgpack.Decoder(KvSnapshot)
 
 
 class _Arrived(NamedTuple):
@@ -59,7 +68,7 @@ class _Counts(NamedTuple):
 
 
 class Term:
-    """`run` returns never; it raises NotLeader (in a group) when the lease is lost."""
+    """`run` returns never; it raises NotLeader or StateLost (in a group) when the lease or the state is lost."""
 
     def __init__(self, service: DirectoryService, lease: Lease) -> None:
         self._service = service
@@ -69,7 +78,9 @@ class Term:
         self.directory = Directory(settings.branch_idle_s, settings.node_grace_s)
         self.begun = False
         self.lag_s = 0.0  # wall seconds from Redis to here of the newest event applied
-        self._producer = f"{service.instance}.{lease.token}"
+        # A name of its own for each term, also where a failover gave the same lease twice: readers drop what a
+        # producer numbered before.
+        self._producer = f"{service.instance}.{lease.token}.{uuid.uuid4().hex[:6]}"
         self._publishers: dict[str, _Counts] = {}
         self._numbered = 0
         self._followed: set[str] = set()  # nodes whose kv stream is read, or soon will be
@@ -77,6 +88,9 @@ class Term:
         self._slots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
         self._arrived: deque[_Arrived] = deque()
         self._held: list[Event] = []
+        self._whole_ms = 0  # nothing more can come of this millisecond and those before
+        self._newest_ms = 0
+        self._committed = 0  # number of the batch that Redis has for certain
         self._written_s = 0.0
         self._looked_s = 0.0
 
@@ -86,6 +100,7 @@ class Term:
             group.create_task(self._keep_lease(), name="lease")
             await self._begin()
             while True:
+                check_cancelled()
                 await self._turn()
 
     # ------------------------------------------------------------------ life of the term
@@ -93,10 +108,14 @@ class Term:
     async def _keep_lease(self) -> None:
         every_s = self._lease.ttl_s / 3
         while True:
+            check_cancelled()
             await asyncio.sleep(every_s)
             try:
                 if not await self._lease.renew():
                     raise NotLeader("the directory lease was lost")
+                number = self._committed
+                if await self._bus.committed() < number:
+                    raise StateLost(f"Redis no longer has batch {number}")
             except BusError as error:
                 self._log.warning("renew_failed", error=error)
 
@@ -104,15 +123,16 @@ class Term:
         started = time.monotonic()
         directory = self.directory
         directory.stats = self._service.stats
-        unreadable, differ = directory.restore(await self._insist(self._bus.load_directory, "load"))
-        if unreadable or differ:
-            self._log.error("state_damaged", unreadable_branches=unreadable, wrong_counts=differ)
+        damage = directory.restore(await self._insist(self._bus.load_directory, "load"))
+        self._committed = directory.written
+        if damage:
+            self._log.error("state_damaged", **damage._asdict())
         self._reader = self._bus.reader(dict(directory.positions))
         self._resync = self._bus.publisher("resync", self._producer, maxlen=10_000)
         self._group.create_task(self._resync.run(), name="publish resync")
         await self._look_at_registry()
         directory.want_full()
-        until = time.monotonic() + RECOVERY_S
+        until = time.monotonic() + RECOVERY_LEASES * self._lease.ttl_s
         while self._fetching and time.monotonic() < until:
             await asyncio.sleep(0.01)
         self._take_arrived()
@@ -125,6 +145,7 @@ class Term:
     async def _insist(self, command: Callable[[], Awaitable[T]], what: str) -> T:
         backoff = Backoff()
         while True:
+            check_cancelled()
             try:
                 return await command()
             except BusError as error:
@@ -135,17 +156,15 @@ class Term:
 
     async def _turn(self) -> None:
         """Read, apply, write, send."""
-        wait_s = 0.01 if self._held or self._arrived else 0.1 if self._fetching else READ_S
+        if self._held:
+            await asyncio.sleep(MILLISECOND_S)
+            self._whole_ms = self._newest_ms
+        wait_s = 0.001 if self._held or self._arrived else 0.1 if self._fetching else READ_S
         events = self._held + await self._reader.read(wait_s)
         self._held = []
         self._take_arrived()
-        known = self.directory.nodes
-        if (
-            time.monotonic() - self._looked_s >= REGISTRY_S
-            or any(
-                isinstance(event.message, BranchPlaced) or _unknown_producer(event, known) for event in events
-            )
-        ) and await self._look_at_registry():
+        due = time.monotonic() - self._looked_s >= REGISTRY_S or any(map(self._is_of_new_node, events))
+        if due and await self._look_at_registry():
             # What a new node published may belong before these.
             self._held = events
             return
@@ -162,12 +181,16 @@ class Term:
         self.directory.expire(self._clock.now())
         await self._write()
 
+    def _is_of_new_node(self, event: Event) -> bool:
+        message = event.message
+        return isinstance(message, BranchPlaced | RoleAck) and message.node not in self._followed
+
     def _seen(self, event: Event) -> None:
         self.lag_s = max(0.0, time.time() - int(event.position.partition("-")[0]) / 1000)
 
     def _in_order(self, events: list[Event]) -> list[Event]:
         """Events in the order of their positions; those that others may still precede are kept back."""
-        events.sort(key=_order)
+        events.sort(key=in_order_key)
         if len(events) > MAX_HELD:
             self._log.warning("order_given_up", events=len(events))
             return events
@@ -175,11 +198,15 @@ class Term:
         for event in events:
             read[event.stream] = read.get(event.stream, (0, event))[0] + 1, event
         # A stream that gave as much as a read may have has more, at later positions than these.
-        cuts = [_order(last) for count, last in read.values() if count >= BATCH]
+        cuts = [in_order_key(last) for count, last in read.values() if count >= BATCH]
+        if events:
+            self._newest_ms = in_order_key(events[-1])[0]
+            if self._newest_ms > self._whole_ms:
+                cuts.append((self._newest_ms, "", 0))
         if not cuts:
             return events
         cut = min(cuts)
-        ready = [event for event in events if _order(event) <= cut]
+        ready = [event for event in events if in_order_key(event) <= cut]
         self._held = events[len(ready) :]
         return ready
 
@@ -190,7 +217,12 @@ class Term:
             return
         batch = directory.take()
         started = time.monotonic()
-        await self._insist(lambda: self._bus.commit(self._lease, batch.commit), "commit")
+        try:
+            await self._bus.commit(self._lease, batch.commit)
+        except BusError as error:
+            # Whether it was written, and whether the events in it are still what the streams have, only Redis knows.
+            raise StateLost(str(error)) from None
+        self._committed = batch.commit.number
         self._written_s = time.monotonic()
         self._service.batches.inc()
         self._service.commit_s.observe(self._written_s - started)
@@ -202,7 +234,11 @@ class Term:
             publisher.publish(CountsFull(pack_pages(self.directory.counts.positive(node))))
             self._service.resyncs.inc()
         for node, change in batch.changes.items():
-            if node in self._publishers and node not in batch.full and (change.positive or change.zero):
+            if (
+                node in self._publishers
+                and node not in batch.full
+                and (change.positive.size or change.zero.size)
+            ):
                 self._publisher(node).publish(
                     CountsChanged(pack_pages(change.positive), pack_pages(change.zero))
                 )
@@ -226,6 +262,8 @@ class Term:
                 added = True
         for node in infos:
             self._publisher(node)
+        # Also nodes that are gone, for now or for good: what they said last has its place among the other events.
+        for node in self.directory.nodes:
             if node not in self._followed:
                 self._followed.add(node)
                 self._spawn_fetch(node, self._recover)
@@ -282,52 +320,63 @@ class Term:
         backoff = Backoff(first_s=0.1, last_s=10.0)
         failures = 0
         while True:
+            check_cancelled()
             try:
                 info = (await self._bus.nodes()).get(node)
                 if info is not None:
-                    async with (
-                        self._slots,
-                        self._service.http.get(
-                            info.url + "/ei/v1/kv/snapshot",
-                            timeout=aiohttp.ClientTimeout(total=SNAPSHOT_TIMEOUT_S, sock_connect=3.0),
-                        ) as answer,
-                    ):
-                        answer.raise_for_status()
-                        return _snapshots.decode(await answer.read())
+                    async with self._slots:
+                        return await fetch_snapshot(self._service.http, info)
                 if node not in self.directory.nodes:
                     return None
-            except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, BusError) as error:
+            except (SnapshotError, BusError) as error:
                 if failures % 10 == 0:
                     self._log.warning("snapshot_failed", node=node, failures=failures + 1, error=error)
                 failures += 1
             await backoff.wait()
 
     async def _recover(self, node: str) -> KvSnapshot | None:
-        """The node's pages as of its last event that was applied; None when it has begun anew or is gone."""
+        """The pages of a node known from before, as of its last event that was applied; None when the node is gone
+        or they cannot be told."""
         record = self.directory.nodes[node]
-        snapshot = await self._fetch(node)
-        if snapshot is None or snapshot.incarnation != record.incarnation:
-            return None
-        rewind = Rewind(record.seq, snapshot)
+        info = (await self._insist(self._bus.nodes, "list nodes")).get(node)
+        found: KvSnapshot | None = None
+        if info is not None and info.incarnation == record.incarnation:
+            try:
+                snapshot = await fetch_snapshot(self._service.http, info)
+            except SnapshotError as error:
+                self._log.warning("snapshot_failed", node=node, error=error)
+            else:
+                if snapshot.incarnation == record.incarnation:
+                    rewind = Rewind(record.seq, snapshot)
+                    await self._read_for(rewind, node, record.position)
+                    found = rewind.result()
+                    if rewind.done and rewind.exact:
+                        return found
+        replay = Replay(node, record.incarnation, record.seq)
+        await self._read_for(replay, node, "0")
+        result = replay.result()
+        if result is not None:
+            return result
+        self._service.stats["recovery_gaps"] += 1
+        self._log.warning("kv_events_missing", node=node, after=record.seq)
+        if found is None and info is not None:
+            found = await self._fetch(node)
+        return None if found is None or found.incarnation != record.incarnation else found
+
+    async def _read_for(self, wanting: Rewind | Replay, node: str, position: str) -> None:
+        """Feed it the node's kv events from the position on until it is done, or the stream has no more."""
         stream = KV_STREAM + node
-        reader = self._bus.reader({stream: record.position})
-        until = time.monotonic() + SNAPSHOT_TIMEOUT_S
-        while not rewind.done and time.monotonic() < until:
-            for event in await reader.read(0.2):
-                rewind.feed(event)
-        if rewind.broken or not rewind.done:
-            self._service.stats["recovery_gaps"] += 1
-            self._log.warning("kv_events_missing", node=node, after=record.seq, snapshot=snapshot.seq)
-        return rewind.result()
+        reader = self._bus.reader({stream: position})
+        until = time.monotonic() + REWIND_S
+        while not wanting.done and time.monotonic() < until:
+            check_cancelled()
+            events = await reader.read(0.2)
+            if not events and isinstance(wanting, Replay):
+                return
+            for event in events:
+                wanting.feed(event)
 
 
-def _order(event: Event) -> tuple[int, str, int]:
+def in_order_key(event: Event) -> tuple[int, str, int]:
     milliseconds, _, number = event.position.partition("-")
     return int(milliseconds), event.stream, int(number or 0)
-
-
-def _unknown_producer(event: Event, known: dict[str, NodeRecord]) -> bool:
-    if event.stream in STREAMS:
-        return False
-    record = known.get(event.stream.removeprefix(KV_STREAM))
-    return record is None or event.producer != record.incarnation

@@ -1,4 +1,4 @@
-"""What a node held after an earlier event, from a later snapshot and the events between.
+"""What a node held after an earlier event: from a later snapshot and the events between, or from all before.
 
 A directory that starts again has counts as of event q of a node and can have a snapshot of its pages as of a
 later event s. It needs the pages as of q, so that events q + 1 to s, applied once more, take the same pages
@@ -7,8 +7,11 @@ out of the counts as they would have without the interruption.
 Rules that hold here
 - A node publishes a page as stored only when the tier did not have it, and as removed only when it had. So the
   first event about a page after q says whether the tier had it at q; without one, it had what it has at s.
-- After a clear nothing tells what a tier had before it, unless an earlier event does: it counts as not held. A
-  clear makes every counted page that the node then lacks leave the counts, so that changes no count after it.
+- After a clear nothing tells what a tier had before it, unless an earlier event does: it counts as not held, and
+  `exact` is False. A clear makes every counted page that the node then lacks leave the counts, so all that can
+  differ is a move that would have settled before the clear.
+- Where the snapshot is of a later life of the node, or inexact, `Replay` builds the pages from the first event
+  of the life on, if the stream still has it.
 - No I/O and no clock.
 """
 
@@ -39,6 +42,11 @@ class Rewind:
         self._had: dict[Tier, dict[int, bool]] = {tier: {} for tier in Tier}  # page -> held at `seq`
         self._cleared: set[Tier] = set()
         self.broken = seq > snapshot.seq  # an event is missing: `result` is then the snapshot itself
+
+    @property
+    def exact(self) -> bool:
+        """Whether `result` is what the node held; asked when `done`."""
+        return not self.broken and not self._cleared
 
     @property
     def done(self) -> bool:
@@ -80,3 +88,41 @@ class Rewind:
         held.difference_update(had)
         held.update(page for page, held_then in had.items() if held_then)
         return np.fromiter(held, dtype=np.int64, count=len(held))
+
+
+class Replay:
+    """Takes all events of an incarnation in order, up to number `seq`."""
+
+    def __init__(self, node: str, incarnation: str, seq: int) -> None:
+        self._node, self._incarnation, self._seq = node, incarnation, seq
+        self._next = 1
+        self._held: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+        self._broken = False
+
+    @property
+    def done(self) -> bool:
+        return self._broken or self._next > self._seq
+
+    def feed(self, event: Event) -> None:
+        """One event; those of other incarnations and known ones are passed over."""
+        if self.done or event.producer != self._incarnation or event.seq < self._next:
+            return
+        if event.seq != self._next:
+            self._broken = True
+            return
+        self._next += 1
+        message = event.message
+        if isinstance(message, PagesStored):
+            self._held[message.tier].update(unpack_pages(message.pages).tolist())
+        elif isinstance(message, PagesRemoved):
+            self._held[message.tier].difference_update(unpack_pages(message.pages).tolist())
+        elif isinstance(message, PagesCleared):
+            for tier in Tier if message.tier is None else (message.tier,):
+                self._held[tier].clear()
+
+    def result(self) -> KvSnapshot | None:
+        """The node's pages as of event `seq`; None when events are missing."""
+        if self._broken or not self.done:
+            return None
+        l1, l2 = (pack_pages(list(self._held[tier])) for tier in (Tier.L1, Tier.L2))
+        return KvSnapshot(self._node, self._incarnation, self._seq, l1, l2)

@@ -23,7 +23,7 @@ from services.directory.branches import Branch
 from services.directory.core import Directory
 from services.directory.leader import Term
 from services.directory.settings import DirectorySettings
-from shared.bus import NotLeader
+from shared.bus import NotLeader, StateLost
 from shared.messages import Phase
 from shared.openai import ApiError
 from shared.service import Service
@@ -90,7 +90,7 @@ class DirectoryService(Service):
             self._term = Term(self, self._lease)
             try:
                 await self._term.run()
-            except* NotLeader as lost:
+            except* (NotLeader, StateLost) as lost:
                 self.log.warning("stepped_down", term=token, reason=lost.exceptions[0])
             finally:
                 self._term = None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 
-import aiohttp
-import msgspec
 import prometheus_client
 from aiohttp import web
 
@@ -17,14 +15,13 @@ from services.router.proxy import Proxy, api_response
 from services.router.settings import RouterSettings
 from shared.api_errors import openai_errors
 from shared.kvfollow import KV_STREAM, Follow
-from shared.messages import BranchEnded, KvSnapshot, Models, NodeState, PathWanted, RolePlan, Slice
+from shared.kvsnapshot import SnapshotError, fetch_snapshot
+from shared.messages import BranchEnded, Models, NodeState, PathWanted, RolePlan, Slice
 from shared.openai import ApiError
 from shared.service import Service
 from shared.streams import BusError
 
 REGISTRY_S = 0.5
-SNAPSHOT_TIMEOUT_S = 10.0
-_snapshots = msgspec.msgpack.Decoder(KvSnapshot)
 
 
 class RouterService(Service):
@@ -121,15 +118,10 @@ class RouterService(Service):
                 if known is None:
                     return
                 try:
-                    async with self.http.get(
-                        known.info.url + "/ei/v1/kv/snapshot",
-                        timeout=aiohttp.ClientTimeout(total=SNAPSHOT_TIMEOUT_S),
-                    ) as answer:
-                        answer.raise_for_status()
-                        snapshot = _snapshots.decode(await answer.read())
+                    snapshot = await fetch_snapshot(self.http, known.info)
                     if self.cluster.follower.snapshot(node, snapshot):
                         return
-                except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+                except SnapshotError as error:
                     self.log.warning("snapshot_failed", node=node, attempt=attempt, error=error)
                 await asyncio.sleep(min(0.1 * 2**attempt, 2.0))
         finally:

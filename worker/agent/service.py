@@ -17,8 +17,11 @@ import time
 import msgspec
 from aiohttp import web
 
+from shared import kvsnapshot
 from shared.api_errors import openai_errors
+from shared.kvsnapshot import send_snapshot
 from shared.messages import (
+    Began,
     CountsWanted,
     Iterations,
     KvSnapshot,
@@ -81,7 +84,9 @@ class WorkerService(Service):
         epoch, phase = self._planned(events)
         self.scheduler = Scheduler(self.hardware, self.cache, phase=phase, epoch=epoch, now=self.clock.now())
         self._kv_out = self.bus.publisher(f"kv:{self.node}", self.instance, maxlen=50_000)
-        self._state_out = self.bus.publisher(f"state:{self.node}", self.instance, maxlen=1000, capacity=100)
+        self._state_out = self.bus.publisher(
+            f"state:{self.node}", self.instance, maxlen=1000, capacity=100, keep=False
+        )
         self._iterations_out = self.bus.publisher("iterations", self.instance)
         self._roles_out = self.bus.publisher("roles", self.instance, maxlen=10_000)
         self._resync_out = self.bus.publisher("resync", self.instance, maxlen=10_000, capacity=10)
@@ -89,7 +94,7 @@ class WorkerService(Service):
             self._kv_out, self._state_out, self._iterations_out, self._roles_out, self._resync_out
         ):  # fmt: skip
             self.spawn(publisher.run(), "publish")
-        self._kv_out.publish(PagesCleared())
+        self._kv_out.publish(PagesCleared(began=Began(phase, epoch, self._started_t)))
         self.peers = PeerClient(self.http, self.worker_settings.peer_timeout_s)
         self.engine = Engine(
             self.scheduler,
@@ -224,11 +229,11 @@ class WorkerService(Service):
 
     def routes(self, app: web.Application) -> None:
         app.middlewares.append(openai_errors)
-        app.router.add_get("/ei/v1/kv/snapshot", self._get_snapshot)
+        app.router.add_get(kvsnapshot.PATH, self._get_snapshot)
         app.router.add_post("/ei/v1/pages/lookup", self._post_lookup)
         self._api.routes(app)
 
-    async def _get_snapshot(self, _: web.Request) -> web.Response:
+    async def _get_snapshot(self, request: web.Request) -> web.StreamResponse:
         self._api.engine.flush()
         # Nothing is awaited between these, so the pages are those just after event `seq`.
         snapshot = KvSnapshot(
@@ -238,7 +243,7 @@ class WorkerService(Service):
             l1=pack_pages(self.cache.pages(Tier.L1)),
             l2=pack_pages(self.cache.pages(Tier.L2)),
         )
-        return web.Response(body=msgspec.msgpack.encode(snapshot), content_type="application/msgpack")
+        return await send_snapshot(request, snapshot)
 
     async def _post_lookup(self, request: web.Request) -> web.Response:
         self._api.engine.flush()
