@@ -7,6 +7,7 @@ Rules that hold here
 - A snapshot says after which event it was taken; events that came meanwhile are kept (bounded) and applied
   after it, older ones are dropped. So a snapshot may be taken while events go on.
 - An event of an incarnation that was replaced changes nothing.
+- A message whose page list cannot be read counts as missing.
 - No I/O: `feed` says when a snapshot is wanted, the caller fetches it.
 """
 
@@ -20,9 +21,11 @@ from shared.kvindex import KvIndex
 from shared.messages import (
     KvSnapshot,
     PageArray,
+    PageListError,
     PagesCleared,
     PagesRemoved,
     PagesStored,
+    StreamMessage,
     Tier,
     unpack_pages,
 )
@@ -49,14 +52,14 @@ class _Node:
 
 
 class KvFollower:
-    """`stored(node, pages)` and `gone(node, pages)` are told which pages a node newly holds in some tier, and
-    which it holds in none any more; `reset(node)` that its pages are unknown or known anew (ask the index)."""
+    """`stored(node)` is told that a node may hold more than before, `gone(node, pages)` which pages it does not hold
+    in any tier any more, `reset(node)` that its pages are unknown or known anew (ask the index)."""
 
     def __init__(
         self,
         index: KvIndex,
         *,
-        stored: PagesCall | None = None,
+        stored: Callable[[str], None] | None = None,
         gone: PagesCall | None = None,
         reset: Callable[[str], None] | None = None,
     ) -> None:
@@ -75,8 +78,7 @@ class KvFollower:
         if node.synced and event.producer == node.incarnation:
             if event.seq < node.next_seq:
                 return Follow.OK
-            if event.seq == node.next_seq:
-                self._apply(name, node, event)
+            if event.seq == node.next_seq and self._apply(name, node, event.message):
                 return Follow.OK
         was_waiting = bool(node.buffer)
         if node.synced:
@@ -139,17 +141,21 @@ class KvFollower:
         if self._reset is not None:
             self._reset(name)
 
-    def _apply(self, name: str, node: _Node, event: Event) -> None:
-        node.next_seq = event.seq + 1
-        message = event.message
-        if isinstance(message, PagesStored):
-            new = self.index.store(name, message.tier, unpack_pages(message.pages))
-            if self._stored is not None and new.size:
-                self._stored(name, new)
-        elif isinstance(message, PagesRemoved):
-            self._tell_gone(name, self.index.remove(name, message.tier, unpack_pages(message.pages)))
-        elif isinstance(message, PagesCleared):
-            self._tell_gone(name, self.index.clear(name, message.tier))
+    def _apply(self, name: str, node: _Node, message: StreamMessage) -> bool:
+        """Apply the next message; False when its page list is none: it then counts as one that is missing."""
+        try:
+            if isinstance(message, PagesStored):
+                self.index.store(name, message.tier, unpack_pages(message.pages))
+                if self._stored is not None:
+                    self._stored(name)
+            elif isinstance(message, PagesRemoved):
+                self._tell_gone(name, self.index.remove(name, message.tier, unpack_pages(message.pages)))
+            elif isinstance(message, PagesCleared):
+                self._tell_gone(name, self.index.clear(name, message.tier))
+        except PageListError:
+            return False
+        node.next_seq += 1
+        return True
 
     def _tell_gone(self, name: str, pages: PageArray) -> None:
         if self._gone is not None and pages.size:

@@ -13,7 +13,8 @@ Each page has one int32 in a `PageTable`: the number of its holder set, 0 for no
 integer: bit 2s of it is L1 and bit 2s + 1 is L2 of the node in slot s. Many pages have few distinct sets, so a
 change or a question costs a few array operations however many pages it is about, and Python work only for each
 distinct set among them. A set's number is given to another one when its last page leaves it, and a dropped
-node's slot to the next new node. What asks for one node's pages scans the table: it happens when a node is
+node's slot to the next new node. Stored pages wait until they are asked for, or many: stores commute, and one of
+many small batches at once costs a tenth. What asks for one node's pages scans the table: it happens when a node is
 lost, cleared or snapshotted, and costs no memory in between.
 """
 
@@ -33,6 +34,7 @@ _WORDS = 2 * MAX_NODES // 64  # of 64 bits, in a set
 _SET_BYTES = 8 * _WORDS
 _FEWEST_SETS = 1024  # fewer are not worth returning memory of
 _CHUNK = 4096  # pages changed at a time
+_WAITING_PAGES = 4096  # stored pages that wait, at most
 _MATCH_PAGES = 2048  # of a path looked up at a time
 _SCAN_ROWS = 1 << 18  # of the table read at a time
 _FIRST_BITS = np.array(0x5555_5555_5555_5555, dtype=np.uint64)  # of each slot's two
@@ -119,15 +121,21 @@ class KvIndex:
         self._pages = 0
         self._slots: dict[str, int] = {}
         self._held: dict[str, list[int]] = {}  # pages of each node, by tier
+        self._waiting: dict[
+            str, list[list[PageArray]]
+        ] = {}  # node -> by tier, stored and not in the table yet
+        self._waiting_pages = 0
         self._order = np.arange(_CHUNK, dtype=np.int32)
 
     def __len__(self) -> int:
         """Distinct pages held anywhere."""
+        self._settle()
         return self._pages
 
     @property
     def nbytes(self) -> int:
         """Bytes of the page table."""
+        self._settle()
         return self._table.nbytes
 
     def nodes(self) -> list[str]:
@@ -136,19 +144,26 @@ class KvIndex:
 
     def count(self, node: str, tier: Tier) -> int:
         """Pages of the node in that tier."""
+        self._settle(node)
         held = self._held.get(node)
         return held[_offset(tier)] if held else 0
 
     # ------------------------------------------------------------------------- changes
 
-    def store(self, node: str, tier: Tier, pages: PageArray) -> PageArray:
+    def store(self, node: str, tier: Tier, pages: PageArray) -> None:
         """The node now holds these pages (int64[n], any order) in that tier.
 
-        Returns those that it held in no tier before, each once. Raises ValueError for a new node when MAX_NODES
-        are known.
+        The array is kept for a while: do not change it. Raises ValueError for a new node when MAX_NODES are known.
         """
         offset = _offset(tier)
-        return self._change(self._slot(node), offset, self._held[node], pages, stored=True)
+        waiting = self._waiting.get(node)
+        if waiting is None:
+            self._slot(node)
+            waiting = self._waiting[node] = [[] for _ in Tier]
+        waiting[offset].append(pages)
+        self._waiting_pages += len(pages)
+        if self._waiting_pages >= _WAITING_PAGES:
+            self._settle()
 
     def remove(self, node: str, tier: Tier, pages: PageArray) -> PageArray:
         """These pages (int64[n], any order) left that tier of the node.
@@ -158,6 +173,7 @@ class KvIndex:
         offset = _offset(tier)
         if node not in self._slots:
             return _NONE
+        self._settle(node)
         gone = self._change(self._slots[node], offset, self._held[node], pages, stored=False)
         self._shrink()
         return gone
@@ -169,6 +185,7 @@ class KvIndex:
         """
         if tier is not None:
             _offset(tier)
+        self._settle(node)
         held = self._held.get(node)
         if held is None:
             return _NONE
@@ -215,6 +232,7 @@ class KvIndex:
 
     def holds(self, node: str, pages: PageArray) -> npt.NDArray[np.bool_]:
         """bool[n]: whether the node holds each page in any tier."""
+        self._settle(node)
         if node not in self._slots:
             return np.zeros(len(pages), dtype=np.bool_)
         word, place = divmod(2 * self._slots[node], 64)
@@ -230,6 +248,22 @@ class KvIndex:
         return self._scan(self._sets.having(1 << (2 * self._slots[node] + offset)))
 
     # ------------------------------------------------------------------------- inside
+
+    def _settle(self, node: str | None = None) -> None:
+        """Put what waits into the table: of one node, or all."""
+        if not self._waiting:
+            return
+        if node is not None:
+            tiers = self._waiting.pop(node, None)
+            some = {} if tiers is None else {node: tiers}
+        else:
+            some, self._waiting = self._waiting, {}
+        for name, tiers in some.items():
+            for offset, parts in enumerate(tiers):
+                if parts:
+                    pages = parts[0] if len(parts) == 1 else np.concatenate(parts)
+                    self._waiting_pages -= pages.size
+                    self._change(self._slots[name], offset, self._held[name], pages, stored=True)
 
     def _change(
         self, slot: int, offset: int, held: list[int], pages: PageArray, *, stored: bool
@@ -302,6 +336,7 @@ class KvIndex:
 
     def _leading(self, path: PageArray, low: Shift, high: Shift) -> dict[str, int]:
         """Leading pages of each node by the bits at offsets `low` and `high` of its slot; either will do."""
+        self._settle()
         if not self._slots:
             return {}
         used = 1 + 2 * max(self._slots.values()) // 64

@@ -456,6 +456,12 @@ def pack_pages(pages: PageArray | list[int]) -> bytes:
     return np.asarray(pages, dtype="<i8").tobytes()
 
 
+class PageListError(ValueError):
+    """Bytes that are no page list."""
+
+
 def unpack_pages(data: bytes) -> PageArray:
-    """int64[n], read-only view. Raises ValueError when the length is no multiple of 8."""
+    """int64[n], read-only view. Raises PageListError when the length is no multiple of 8."""
+    if len(data) % 8:
+        raise PageListError(f"a page list has 8 bytes a page, not {len(data)} in all")
     return np.frombuffer(data, dtype="<i8")

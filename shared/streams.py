@@ -87,8 +87,8 @@ return last
 
 
 def check_cancelled() -> None:
-    """Raise CancelledError in a task that was told to stop: redis-py can lose the one that it was given, as do the
-    limits on time of Python 3.11. For loops around calls of Redis."""
+    """Raise CancelledError in a task that was told to stop: redis-py can lose the one that it was given, by
+    `asyncio.wait_for` of Python 3.11. For loops around calls of Redis."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
@@ -256,6 +256,7 @@ class Reader:
 
     async def read(self, block_s: float = 1.0) -> list[Event]:
         """What has come, in stream order; [] when nothing came within `block_s` or Redis was away."""
+        check_cancelled()
         if not self.positions:
             await asyncio.sleep(block_s)
             return []

@@ -8,7 +8,8 @@ import inspect
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 
@@ -68,3 +69,12 @@ async def running(service: Service) -> AsyncIterator[Service]:
         service.stop()
         code = await asyncio.wait_for(task, 30.0)
     assert code == 0
+
+
+async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait for them; again and again, for a call of Redis can lose the cancellation."""
+    waiting = set(tasks)
+    while waiting:
+        for task in waiting:
+            task.cancel()
+        _, waiting = await asyncio.wait(waiting, timeout=0.5)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.directory.core import Batch, Directory, NodeRecord
 from services.directory.rewind import Replay, Rewind
+from services.directory.verify import verify
 from shared.kvfollow import KV_STREAM
 from shared.messages import (
     BranchRequest,
@@ -222,6 +223,18 @@ class Cluster:
         stored_pages = sum(len(blob) // 8 for blob in self.store.pages.values())
         # A segment that got shorter keeps its old tail in Redis until it grows again.
         assert stored_pages >= len({page for path in self.oracle.path.values() for page in path})
+        report = verify(self.store.load(), self.snapshots())
+        assert report.differences == []
+        assert report.moves == self.directory.counts.pending_moves
+
+    def snapshots(self) -> dict[str, KvSnapshot]:
+        """What the nodes hold now."""
+        found = {}
+        for node, life in self.lives.items():
+            incarnation = f"{node}.{life}"
+            seq = self.streams.seq(KV_STREAM + node, incarnation)
+            found[node] = snapshot_of(self.oracle, node, incarnation, seq)
+        return found
 
 
 def written(batch: Batch) -> dict[str, dict[int, int]]:

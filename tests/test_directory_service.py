@@ -33,7 +33,7 @@ from shared.messages import (
     unpack_pages,
 )
 from shared.streams import BusError, Event, Publisher
-from tests.conftest import eventually
+from tests.conftest import end, eventually
 from tests.directory_oracle import (
     Oracle,
     Path,
@@ -94,9 +94,7 @@ class Rig:
         self._tasks.append(asyncio.ensure_future(self._stay_registered()))
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
         await self._runner.cleanup()
 
     async def register(self, node: str) -> None:
@@ -285,6 +283,10 @@ class Process:
     async def start(self) -> Process:
         self._process = await asyncio.create_subprocess_exec(*self._command)
         return self
+
+    @property
+    def running(self) -> bool:
+        return self._process.returncode is None
 
     async def kill(self) -> None:
         self._process.kill()
@@ -536,6 +538,57 @@ async def test_redis_restarts_under_it(cluster_name: str) -> None:
             await rig.agrees(30.0)
         await rig.stop()
         await bus.close()
+
+
+async def test_what_a_failover_took_back_is_written_again(
+    rig: Rig, redis_url: str, cluster_name: str
+) -> None:
+    """The state in Redis goes back to an earlier one under a leader, as when a replica that lagged takes over."""
+    rng = random.Random(11)
+    redis = rig.bus._redis
+    async with processes(redis_url, cluster_name, 1) as (directory,):
+        await eventually(directory.leads)
+        for _ in range(10):
+            await rig.something(rng)
+        await rig.agrees()
+        names = ("commit", "directory", "branches", "segments", "counted", "count:*", "pages:*")
+        earlier = {
+            key: await redis.dump(key)
+            for name in names
+            for key in [key async for key in redis.scan_iter(rig.bus.key(name))]
+        }
+        for _ in range(15):
+            await rig.something(rng)
+        await rig.agrees()
+        for name in names:
+            for key in [key async for key in redis.scan_iter(rig.bus.key(name))]:
+                await redis.delete(key)
+        for key, blob in earlier.items():
+            await redis.restore(key, 0, blob)
+        await rig.agrees(20.0)
+        for _ in range(10):
+            await rig.something(rng)
+        await rig.agrees()
+        assert directory.running
+
+
+async def test_node_that_restarts_while_no_directory_runs(
+    rig: Rig, redis_url: str, cluster_name: str
+) -> None:
+    rng = random.Random(12)
+    async with processes(redis_url, cluster_name, 1) as (directory,):
+        await eventually(directory.leads)
+        for _trial in range(4):
+            for _ in range(12):
+                await rig.something(rng)
+            await directory.kill()
+            for _ in range(6):
+                await rig.something(rng)
+            await rig.restart(rng.choice(sorted(NODES)))
+            for _ in range(6):
+                await rig.something(rng)
+            await directory.start()
+            await rig.agrees()
 
 
 async def test_unreachable_redis_is_one_line_and_exit_code_2() -> None:

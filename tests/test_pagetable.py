@@ -91,14 +91,14 @@ def test_thousands_of_pages(spread: str) -> None:
     assert (table.find(absent) == -1).all() and not table.columns[0][-1]
 
 
-def test_pages_of_one_bucket_go_on_in_the_next_ones() -> None:
-    """Pages that all have the last bucket as their home: they go round to the first."""
+def test_pages_of_one_place_go_on_in_the_next_ones() -> None:
+    """Pages that all have the last place of the index as their home: they go round to the first."""
     table = PageTable()
     mine = np.arange(1, 4000, dtype=np.int64)
-    mine = mine[table._home(mine) == table._last_bucket][:30]
+    mine = mine[table._home(mine) == table._last_place][:20]
     put(table, mine[:3], 5)
     slots = table.insert(mine)
-    assert np.unique(slots).size == 30 and (table.pages(slots) == mine).all()
+    assert np.unique(slots).size == 20 and (table.pages(slots) == mine).all()
     assert (table.find(mine) == slots).all()
     table.columns[0][slots] = 6
     assert (table.columns[0][table.find(mine)] == 6).all()
@@ -156,13 +156,13 @@ def test_memory_returns_and_an_entry_is_small() -> None:
     table = PageTable()
     small = table.nbytes
     put(table, pages, 1)
-    assert table.nbytes / table.columns[0].size < 13
+    assert table.nbytes / table.columns[0].size < 23
     assert table.nbytes / pages.size < 80
     for at in range(0, pages.size, 1000):
         table.columns[0][table.find(pages[at : at + 1000])] = 0
         table.shrink(pages.size - at - 1000)
         left = pages.size - at - 1000
-        assert table.nbytes <= max(small, left * 12.5 / (0.25 * 0.5) + 1000)
+        assert table.nbytes <= max(small, left * 22.5 / 0.25 + 1500)
     assert table.nbytes == small
 
 
@@ -172,3 +172,24 @@ def test_read_only_and_strided_pages() -> None:
     table = PageTable()
     put(table, read_only, 1)
     assert table.columns[0][table.find(pages[::-3])].all()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 15, 16, 17, 100])
+def test_paths_of_runs_here_and_there(cut: int) -> None:
+    """What a lookup guesses from every 16th page is right only within a run of rows."""
+    rng = np.random.default_rng(4)
+    pages = rng.integers(-(2**63), 2**63 - 1, 4000)
+    pages[[5, 1000]] = [0, -1]
+    table = PageTable()
+    order = rng.permutation(40)
+    for part in order.tolist():
+        slots = table.insert(pages[part * 100 : part * 100 + 100])
+        table.columns[0][slots] = part + 1
+    unknown = rng.integers(-(2**63), 2**63 - 1, 50)
+    path = np.concatenate(
+        (pages[cut:700], unknown, pages[900:1500], unknown[:3], pages[:40], [0], pages[3950:])
+    )
+    model = dict(zip(pages.tolist(), np.repeat(np.arange(1, 41), 100).tolist(), strict=True))
+    found = table.columns[0][table.find(path)]
+    assert found.tolist() == [model.get(page, 0) for page in path.tolist()]
+    assert (table.find(path[found > 0]) >= 0).all() and (table.find(unknown) == -1).all()

@@ -19,7 +19,7 @@ from shared.bus import Bus
 from shared.config import ConfigError, load
 from shared.messages import Iterations, Models, NodeInfo, Phase, RoleAck, RolePlan, RoleStage, SplitWanted
 from shared.timing import PROFILES
-from tests.conftest import eventually, running
+from tests.conftest import end, eventually, running
 from tests.planner_cases import BOTH, D, P, decode_record, node_info, prefill_record, slice_
 
 GLM = PROFILES["glm-5.2-4xgb300"]
@@ -98,9 +98,7 @@ async def nodes(redis_url: str, cluster_name: str) -> AsyncIterator[Nodes]:
     try:
         yield made
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(tasks)
         await bus.close()
 
 

@@ -291,6 +291,9 @@ async def test_the_user_of_the_example_may_do_what_the_bus_does_and_no_more(
         for number in (1, 2):
             await bus.commit(lease, batch(number, pages=2000))
         assert (await bus.load_directory()).number == (await bus.load_directory_at_once()).number == 2
+        assert await bus.load_branch("b") == b"record"
+        assert (await bus.load_segment(1))[0] == b"s"
+        assert (await bus.load_counts("n1", np.array([5], dtype=np.int64))).size == 1
         await lease.release()
         with pytest.raises(RedisError):
             await bus._redis.set("other:key", "x")

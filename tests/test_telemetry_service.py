@@ -31,7 +31,7 @@ from shared.messages import (
     RoleStage,
     Slice,
 )
-from tests.conftest import eventually, running
+from tests.conftest import end, eventually, running
 from tests.planner_cases import BOTH, D, P, node_info
 
 SPEEDUP = 60.0  # a slice of 60 cluster seconds ends every wall second
@@ -83,9 +83,7 @@ async def cluster(redis_url: str, cluster_name: str) -> AsyncIterator[Cluster]:
     try:
         yield made
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(tasks)
         await bus.close()
 
 

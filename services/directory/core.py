@@ -130,7 +130,7 @@ class Directory:
         self.index = KvIndex()
         self.counts = Counts(self.index, self.table.path)
         self.follower = KvFollower(
-            self.index, stored=self._pages_stored, gone=self.counts.evicted, reset=self._pages_reset
+            self.index, stored=self.counts.stored, gone=self.counts.evicted, reset=self._pages_reset
         )
         self.nodes: dict[str, NodeRecord] = {}
         self.stats: Counter[str] = Counter()  # what happened, for the metrics
@@ -308,9 +308,6 @@ class Directory:
         if read is not None and read[1] > record.seq:
             record.position, record.seq = read
             self._dirty_nodes.add(node)
-
-    def _pages_stored(self, node: str, _: PageArray) -> None:
-        self.counts.stored(node)
 
     def _pages_reset(self, node: str) -> None:
         if not self.follower.synced(node):

@@ -22,6 +22,7 @@ import numpy as np
 from shared.messages import (
     KvSnapshot,
     PageArray,
+    PageListError,
     PagesCleared,
     PagesRemoved,
     PagesStored,
@@ -65,7 +66,12 @@ class Rewind:
             if message.tier not in self._cleared:
                 had = self._had[message.tier]
                 removed = isinstance(message, PagesRemoved)
-                for page in unpack_pages(message.pages).tolist():
+                try:
+                    pages = unpack_pages(message.pages)
+                except PageListError:
+                    self.broken = True
+                    return
+                for page in pages.tolist():
                     had.setdefault(page, removed)
         elif isinstance(message, PagesCleared):
             self._cleared.update(Tier if message.tier is None else (message.tier,))
@@ -112,10 +118,14 @@ class Replay:
             return
         self._next += 1
         message = event.message
-        if isinstance(message, PagesStored):
-            self._held[message.tier].update(unpack_pages(message.pages).tolist())
-        elif isinstance(message, PagesRemoved):
-            self._held[message.tier].difference_update(unpack_pages(message.pages).tolist())
+        if isinstance(message, PagesStored | PagesRemoved):
+            try:
+                pages = unpack_pages(message.pages).tolist()
+            except PageListError:
+                self._broken = True
+                return
+            held = self._held[message.tier]
+            (held.update if isinstance(message, PagesStored) else held.difference_update)(pages)
         elif isinstance(message, PagesCleared):
             for tier in Tier if message.tier is None else (message.tier,):
                 self._held[tier].clear()
