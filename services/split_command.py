@@ -9,13 +9,13 @@ import uuid
 from typing import Annotated
 
 from shared.bus import Bus
-from shared.config import ConfigError, Doc, Settings, load
+from shared.config import ClusterSettings, ConfigError, Doc, load
 from shared.messages import RoleAck, RolePlan, RoleStage, SplitWanted
 from shared.redis_client import redis_url, safe_url
 from shared.split import Split, parse_split, split_of
 
 
-class SplitSettings(Settings, kw_only=True):
+class SplitSettings(ClusterSettings, kw_only=True):
     split: Annotated[str, Doc("wanted split, such as 3P1D")] = ""
     hold: Annotated[bool, Doc("keep it: the planner makes no change of its own until --release")] = False
     release: Annotated[bool, Doc("end a hold")] = False

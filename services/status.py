@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shared.bus import Bus
-from shared.config import ConfigError, Doc, Settings, load
+from shared.config import ClusterSettings, ConfigError, Doc, load
 from shared.messages import NodeInfo, NodeState, Phase, ServiceInfo
 from shared.redis_client import redis_url, safe_url
 from shared.split import split_text
@@ -20,7 +20,7 @@ from shared.split import split_text
 TIMEOUT_S = 5.0
 
 
-class StatusSettings(Settings, kw_only=True):
+class StatusSettings(ClusterSettings, kw_only=True):
     json: Annotated[bool, Doc("print JSON")] = False
 
 

@@ -6,9 +6,10 @@
 | environment | `EI_REDIS` | `EI_ROUTER_PORT` |
 | flag | `--redis` | `--port` |
 
-Common settings are the fields of `Settings`; a part may override a common one under its own name. An unknown
-key, table or `EI_*` variable and a value of the wrong type raise `ConfigError`, whose text is one line that
-says what was wrong and where.
+Common settings are the fields of `Settings`; a part may override a common one under its own name. Commands that
+ask a cluster and end have those of `ClusterSettings` only, and pass the others over. An unknown key, table or
+`EI_*` variable and a value of the wrong type raise `ConfigError`, whose text is one line that says what was wrong
+and where.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Doc(msgspec.Struct, frozen=True):
     text: str
 
 
-class Settings(msgspec.Struct, kw_only=True):
-    """What every part has."""
+class ClusterSettings(msgspec.Struct, kw_only=True):
+    """How a cluster is reached: for commands that ask it something and end."""
 
     redis: Annotated[str, Doc("Redis URL")] = "redis://127.0.0.1:6379/0"
     redis_username: Annotated[str, Doc("ACL user, where the URL names none")] = ""
@@ -62,6 +63,15 @@ class Settings(msgspec.Struct, kw_only=True):
     ] = ""
     redis_password_file: Annotated[str, Doc("file that holds the password, where none is given")] = ""
     cluster: Annotated[str, Doc("name of the cluster; its keys start with ei:{NAME}:")] = "main"
+
+    def __post_init__(self) -> None:
+        if not self.cluster or any(c in self.cluster for c in "{}: \t\n"):
+            raise ValueError(f"cluster must be a name without braces, colons or blanks, not {self.cluster!r}")
+
+
+class Settings(ClusterSettings, kw_only=True):
+    """What every part that runs on has."""
+
     host: Annotated[str, Doc("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Doc("port to listen on, 0 for a free one")] = 0
     advertise: Annotated[str, Doc("host name under which the others reach this process")] = ""
@@ -74,12 +84,11 @@ class Settings(msgspec.Struct, kw_only=True):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.speedup < float("inf"):
             raise ValueError(f"speedup must be a number above 0, not {self.speedup}")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be 0 to 65535, not {self.port}")
-        if not self.cluster or any(c in self.cluster for c in "{}: \t\n"):
-            raise ValueError(f"cluster must be a name without braces, colons or blanks, not {self.cluster!r}")
 
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -204,14 +213,16 @@ def load(
     positional: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     summary: str = "",
+    command: str = "",
 ) -> S:
-    """The settings of one part. `positional` names fields given without a flag, in order.
+    """The settings of one part. `positional` names fields given without a flag, in order; `command` is what the
+    operator typed, where that is not the section's name.
 
     Raises ConfigError. `--help` prints the flags and raises SystemExit(0).
     """
     environ = os.environ if environ is None else environ
     fields = _fields(struct)
-    parser = _Parser(prog=f"evolving {section}", description=summary or None, allow_abbrev=False)
+    parser = _Parser(prog=f"evolving {command or section}", description=summary or None, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE.toml", default=environ.get("EI_CONFIG"))
     for field in fields.values():
         shown = "" if field.default in (msgspec.NODEFAULT, "", None) else f" (default: {field.default})"

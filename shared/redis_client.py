@@ -56,7 +56,7 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 
-from shared.config import ConfigError, Settings
+from shared.config import ClusterSettings, ConfigError
 from shared.streams import COMMAND_TIMEOUT_S, BusError
 
 CONNECT_TIMEOUT_S = 3.0
@@ -105,7 +105,7 @@ def safe_url(url: str) -> str:
     return scheme + separator + userinfo + at + address + question + "&".join(shown)
 
 
-def redis_url(settings: Settings) -> str:
+def redis_url(settings: ClusterSettings) -> str:
     """The URL of the settings with their user name and password, where the URL has none. Raises ConfigError."""
     username, password = settings.redis_username, settings.redis_password
     if not password and settings.redis_password_file:

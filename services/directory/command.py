@@ -13,21 +13,22 @@ from services.directory.core import BranchRecord
 from services.directory.paths import SegmentRecord
 from services.directory.verify import Paths, Report, verify
 from shared.bus import Bus
-from shared.config import Doc, Settings, load
+from shared.config import ClusterSettings, Doc, load
 from shared.kvsnapshot import SnapshotError, fetch_snapshot
 from shared.messages import KvSnapshot, NodeInfo, Phase
+from shared.redis_client import redis_url
 from shared.service import http_client
 
 SHOWN = 20  # differences printed
 _PHASES = {1: "prefill", 2: "decode", 3: "prefill and decode"}
 
 
-class VerifySettings(Settings, kw_only=True):
+class VerifySettings(ClusterSettings, kw_only=True):
     json: Annotated[bool, Doc("print the whole report as JSON")] = False
     ask_nodes: Annotated[bool, Doc("ask the nodes what they hold")] = True
 
 
-class ShowSettings(Settings, kw_only=True):
+class ShowSettings(ClusterSettings, kw_only=True):
     branch: Annotated[str, Doc("the branch's id")] = ""
     json: Annotated[bool, Doc("print JSON")] = False
 
@@ -57,7 +58,7 @@ class BranchShown(msgspec.Struct):
 
 
 async def _verify(settings: VerifySettings) -> int:
-    bus = await Bus.connect(settings.redis, settings.cluster)
+    bus = await Bus.connect(redis_url(settings), settings.cluster)
     try:
         # Nodes first: what they tell of may be ahead of the directory, never behind it.
         snapshots = await _snapshots(await bus.nodes()) if settings.ask_nodes else {}
@@ -108,7 +109,7 @@ def _print(report: Report) -> None:
 
 
 async def _show(settings: ShowSettings) -> int:
-    bus = await Bus.connect(settings.redis, settings.cluster)
+    bus = await Bus.connect(redis_url(settings), settings.cluster)
     try:
         blob = await bus.load_branch(settings.branch)
         if blob is None:
@@ -169,9 +170,17 @@ def verify_main(argv: list[str]) -> int:
     summary = (
         "Rebuild all counts from the branch records and compare them with Redis; exit code 1 if any differ."
     )
-    return asyncio.run(_verify(load(VerifySettings, "verify", argv, summary=summary)))
+    return asyncio.run(
+        _verify(load(VerifySettings, "verify", argv, summary=summary, command="directory verify"))
+    )
 
 
 def show_main(argv: list[str]) -> int:
     summary = "Show a branch's version, path length, nodes and counts."
-    return asyncio.run(_show(load(ShowSettings, "show", argv, positional=("branch",), summary=summary)))
+    return asyncio.run(
+        _show(
+            load(
+                ShowSettings, "show", argv, positional=("branch",), summary=summary, command="directory show"
+            )
+        )
+    )

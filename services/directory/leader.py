@@ -123,7 +123,9 @@ class Term:
         started = time.monotonic()
         directory = self.directory
         directory.stats = self._service.stats
-        damage = directory.restore(await self._insist(self._bus.load_directory, "load"))
+        stored = await self._insist(self._bus.load_directory, "load")
+        # In a thread: with millions of counts it takes seconds, in which the lease must be renewed.
+        damage = await asyncio.to_thread(directory.restore, stored)
         self._committed = directory.written
         if damage:
             self._log.error("state_damaged", **damage._asdict())
