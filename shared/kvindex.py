@@ -33,8 +33,8 @@ MAX_NODES = 128
 _WORDS = 2 * MAX_NODES // 64  # of 64 bits, in a set
 _SET_BYTES = 8 * _WORDS
 _FEWEST_SETS = 1024  # fewer are not worth returning memory of
-_CHUNK = 4096  # pages changed at a time
-_WAITING_PAGES = 4096  # stored pages that wait, at most
+_LOG_BITS = (2 * MAX_NODES).bit_length() - 1
+_WAITING_PAGES = 8192  # stored pages that wait, at most
 _MATCH_PAGES = 2048  # of a path looked up at a time
 _SCAN_ROWS = 1 << 18  # of the table read at a time
 _FIRST_BITS = np.array(0x5555_5555_5555_5555, dtype=np.uint64)  # of each slot's two
@@ -84,6 +84,13 @@ class _Sets:
                 self.words[:, old] = 0
                 self._free.append(old)
 
+    def move_all(self, moves: list[tuple[int, int, int]]) -> None:
+        """Several of (pages, old, new). A set is freed after all, for one that loses its pages may get others."""
+        for pages, _, new in moves:
+            self.pages[new] += pages
+        for pages, old, _ in moves:
+            self.move(pages, old, 0)
+
     def having(self, bits: int) -> npt.NDArray[np.bool_]:
         """bool[sets]: which sets have any of these bits."""
         wanted = self.words[:, : len(self.masks)] & _words(bits)[:, None]
@@ -120,12 +127,12 @@ class KvIndex:
         self._sets = _Sets()
         self._pages = 0
         self._slots: dict[str, int] = {}
+        self._names = [""] * MAX_NODES  # by slot
         self._held: dict[str, list[int]] = {}  # pages of each node, by tier
         self._waiting: dict[
             str, list[list[PageArray]]
         ] = {}  # node -> by tier, stored and not in the table yet
         self._waiting_pages = 0
-        self._order = np.arange(_CHUNK, dtype=np.int32)
 
     def __len__(self) -> int:
         """Distinct pages held anywhere."""
@@ -174,7 +181,8 @@ class KvIndex:
         if node not in self._slots:
             return _NONE
         self._settle(node)
-        gone = self._change(self._slots[node], offset, self._held[node], pages, stored=False)
+        count, gone = self._take(2 * self._slots[node] + offset, self._table.find(pages), pages)
+        self._held[node][offset] -= count
         self._shrink()
         return gone
 
@@ -253,69 +261,88 @@ class KvIndex:
         """Put what waits into the table: of one node, or all."""
         if not self._waiting:
             return
-        if node is not None:
+        if node is None:
+            waiting, self._waiting = self._waiting, {}
+        else:
             tiers = self._waiting.pop(node, None)
-            some = {} if tiers is None else {node: tiers}
-        else:
-            some, self._waiting = self._waiting, {}
-        for name, tiers in some.items():
-            for offset, parts in enumerate(tiers):
-                if parts:
-                    pages = parts[0] if len(parts) == 1 else np.concatenate(parts)
-                    self._waiting_pages -= pages.size
-                    self._change(self._slots[name], offset, self._held[name], pages, stored=True)
+            if tiers is None:
+                return
+            waiting = {node: tiers}
+        parts: list[PageArray] = []
+        bits: list[int] = []  # of each part
+        for name, tiers in waiting.items():
+            for offset, arrays in enumerate(tiers):
+                parts += arrays
+                bits += [2 * self._slots[name] + offset] * len(arrays)
+        pages = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        self._waiting_pages -= pages.size
+        slots, fresh = self._table.insert_told(pages)
+        every = np.repeat(np.array(bits, dtype=np.int64), [part.size for part in parts])
+        if fresh:
+            self._add(slots, every)
+            return
+        # Where two parts have a page, one after the other.
+        while slots.size:
+            _, first = np.unique(slots, return_index=True)
+            if first.size == slots.size:
+                self._add(slots, every)
+                return
+            self._add(slots[first], every[first])
+            left = np.ones(slots.size, dtype=np.bool_)
+            left[first] = False
+            slots, every = slots[left], every[left]
 
-    def _change(
-        self, slot: int, offset: int, held: list[int], pages: PageArray, *, stored: bool
-    ) -> PageArray:
-        """Store or remove pages; those that the node held in no tier before, or holds in none any more."""
-        if pages.size > _CHUNK:
-            parts = [pages[at : at + _CHUNK] for at in range(0, pages.size, _CHUNK)]
-            return np.concatenate([self._change(slot, offset, held, part, stored=stored) for part in parts])
-        bit = 1 << (2 * slot + offset)
-        other = 1 << (2 * slot + 1 - offset)
-        table = self._table
-        if stored:
-            slots, fresh = table.insert_told(pages)
-            if fresh and pages.size:
-                new = self._step(0, bit, pages.size)
-                table.columns[0][slots] = new
-                held[offset] += pages.size
-                return pages
-        else:
-            slots = table.find(pages)
-        if not pages.size:
-            return _NONE
-        column, masks = table.columns[0], self._sets.masks
+    def _add(self, slots: Slots, bits: npt.NDArray[np.int64]) -> None:
+        """Distinct pages, at these slots, get each its bit, where it lacks it."""
+        column, sets = self._table.columns[0], self._sets
+        kinds, kind, counts = np.unique(
+            column[slots].astype(np.int64) << _LOG_BITS | bits, return_inverse=True, return_counts=True
+        )
+        become: list[int] = []
+        moves: list[tuple[int, int, int]] = []
+        for each, count in zip(kinds.tolist(), counts.tolist(), strict=True):
+            old, bit = each >> _LOG_BITS, each & 2 * MAX_NODES - 1
+            mask = sets.masks[old]
+            if mask >> bit & 1:
+                become.append(old)
+                continue
+            become.append(sets.number(mask | 1 << bit))
+            moves.append((count, old, become[-1]))
+            self._held[self._names[bit >> 1]][bit & 1] += count
+            if not old:
+                self._pages += count
+        sets.move_all(moves)
+        column[slots] = np.array(become, dtype=np.int32)[kind]
+
+    def _take(self, bit: int, slots: Slots, pages: PageArray) -> tuple[int, PageArray]:
+        """Pages, at these slots, lose the bit. How many had it, and those that now have neither of its node's two."""
+        column, masks = self._table.columns[0], self._sets.masks
+        wanted, other = 1 << bit, 1 << (bit ^ 1)
         numbers = column[slots]
-        first = int(numbers[0])
-        if np.count_nonzero(numbers == first) == pages.size:
-            mask = masks[first]
-            if (not mask & bit) != stored:
-                return _NONE
+        first = int(numbers[0]) if numbers.size else 0
+        if np.count_nonzero(numbers == first) == numbers.size:
+            if not masks[first] & wanted:
+                return 0, _NONE
             slots, numbers, pages = self._distinct(column, slots, numbers, pages)
-            column[slots] = self._step(first, bit, pages.size)
-            held[offset] += pages.size if stored else -pages.size
-            return _NONE if mask & other else pages
-        changes = {number: (not masks[number] & bit) == stored for number in set(numbers.tolist())}
-        if not all(changes.values()):
-            some = [changes[number] for number in numbers.tolist()]
+            gone = not masks[first] & other
+            column[slots] = self._step(first, wanted, pages.size)
+            return pages.size, pages if gone else _NONE
+        has = {number: bool(masks[number] & wanted) for number in set(numbers.tolist())}
+        if not all(has.values()):
+            some = [has[number] for number in numbers.tolist()]
             slots, numbers, pages = slots[some], numbers[some], pages[some]
-            if not pages.size:
-                return _NONE
         slots, numbers, pages = self._distinct(column, slots, numbers, pages)
         listed = numbers.tolist()
-        told = {number: not masks[number] & other for number in changes}
-        become = {number: self._step(number, bit, count) for number, count in Counter(listed).items()}
+        told = {number: not masks[number] & other for number in has}
+        become = {number: self._step(number, wanted, count) for number, count in Counter(listed).items()}
         column[slots] = [become[number] for number in listed]
-        held[offset] += pages.size if stored else -pages.size
-        return pages[[told[number] for number in listed]]
+        return pages.size, pages[[told[number] for number in listed]]
 
     def _distinct(
         self, column: Column, slots: Slots, numbers: Column, pages: PageArray
     ) -> tuple[Slots, Column, PageArray]:
         """The last of each page, by what the column keeps of a write for every one. It is written again after."""
-        order = self._order[: slots.size]
+        order = np.arange(slots.size, dtype=np.int32)
         column[slots] = order
         last = column[slots] == order
         if np.count_nonzero(last) == slots.size:
@@ -323,14 +350,12 @@ class KvIndex:
         return slots[last], numbers[last], pages[last]
 
     def _step(self, old: int, bit: int, pages: int) -> int:
-        """So many pages of a set change that bit: the number of the set they now have."""
+        """So many pages of a set lose that bit: the number of the set they now have."""
         sets = self._sets
         after = sets.masks[old] ^ bit
         new = sets.number(after)
         sets.move(pages, old, new)
-        if not old:
-            self._pages += pages
-        elif not after:
+        if not after:
             self._pages -= pages
         return new
 
@@ -398,6 +423,7 @@ class KvIndex:
             # The lowest free one keeps the integers short.
             slot = next(s for s in range(MAX_NODES) if s not in taken)
             self._slots[node] = slot
+            self._names[slot] = node
             self._held[node] = [0 for _ in Tier]
         return slot
 

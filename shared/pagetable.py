@@ -10,9 +10,10 @@ Rules that hold here
 - No Python work is done per page. Not safe for use from several threads.
 
 Rows lie in the order in which their pages came, and an index of open addressing with linear probing leads to them.
-Pages are stored in path order, so a path is mostly runs of neighbouring rows: a lookup goes through the index for
-one page in _STRIDE, guesses that the next rows are the next pages, compares, and probes for the rest. Compared is
-what lies side by side in memory, where each probe of a big index is a wait for memory.
+Pages are stored in path order, so a path is mostly runs of neighbouring rows. A lookup goes through the index for
+the first page of a run and compares the rows from there on with the path, all at once; where runs are many, it does
+so for one page in _STRIDE and guesses the next rows. What it compares lies side by side in memory, where each probe
+of a big index is a wait for memory.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ Slots = npt.NDArray[np.intp]
 Column = npt.NDArray[np.int32]
 
 _LOG_PLACES = 6  # of the smallest index: a smaller one is not worth returning memory of
-_MOST_LOAD = 0.4
+_MOST_LOAD = 0.25
 _REGROWN = 0.7  # a rebuilt table is at most this full of what it may have, lest the next rebuild come soon
 _KEPT = 0.25  # and one that is less full than this shrinks
 _STRIDE = 16
+_MOST_RUNS = 8  # followed one by one
 _FEWEST_GUESSED = 4 * _STRIDE
 _CHUNK = 1 << 14  # pages handled at a time, so that what a lookup gathers stays in the processor's cache
 _MAPPED_BYTES = 1 << 19
@@ -42,7 +44,8 @@ _MAPPED_BYTES = 1 << 19
 _ONE = np.array(1, dtype=np.intp)
 _NEXT_ROWS = np.arange(_STRIDE, dtype=np.intp)
 # 2^64 over the golden ratio: it spreads near and strided values, which tests and made-up traces have.
-_FACTOR = np.array(0x9E3779B97F4A7C15, dtype=np.uint64)
+_FACTOR_INT, _WORD = 0x9E3779B97F4A7C15, 2**64 - 1
+_FACTOR = np.array(_FACTOR_INT, dtype=np.uint64)
 
 
 class PageTable:
@@ -80,15 +83,16 @@ class PageTable:
         if not absent.size:
             return slots, not pages.size
         if absent.size > self._most - self._used:
-            self._rebuild(self._live() + absent.size)
-            # The rebuild also dropped the dead rows of these pages.
+            # The rebuild also drops dead rows of these pages.
+            self._rebuild(self._live() + pages.size)
             slots = self.find(pages)
             absent = (slots < 0).nonzero()[0]
         new = pages if absent.size == pages.size else pages[absent]
         ordered = np.sort(new)
         if np.count_nonzero(ordered[1:] == ordered[:-1]):
             _, first, place = np.unique(new, return_index=True, return_inverse=True)
-            slots[absent] = self._append(new[first])[place]
+            order = np.sort(first)  # not that of the pages' values: a path is to stay a run of rows
+            slots[absent] = self._append(new[order])[np.searchsorted(order, first)[place]]
             return slots, False
         slots[absent] = self._append(new)
         return slots, new is pages
@@ -124,6 +128,35 @@ class PageTable:
         return homes
 
     def _find(self, pages: PageArray) -> Slots:
+        slots: Slots = np.empty(pages.size, dtype=np.intp)
+        at = 0
+        for _ in range(_MOST_RUNS if self._used else 0):
+            if at == pages.size:
+                return slots
+            slot = self._slot(int(pages[at]))
+            if slot < 0:
+                break
+            run = self._keys[slot : min(slot + pages.size - at, self._used)]
+            same = run == pages[at : at + run.size]
+            length = run.size if np.count_nonzero(same) == run.size else int(same.argmin())
+            slots[at : at + length] = np.arange(slot, slot + length)
+            at += length
+            if length < _STRIDE:
+                break
+        if at < pages.size:
+            slots[at:] = self._guess(pages[at:])
+        return slots
+
+    def _slot(self, page: int) -> int:
+        """`find` for one page."""
+        index, keys, last = self._index, self._keys, len(self._index) - 1
+        place = (page * _FACTOR_INT & _WORD) >> 64 - self._log_places
+        while (slot := int(index[place]) - 1) >= 0 and keys[slot] != page:
+            place = place + 1 & last
+        return slot
+
+    def _guess(self, pages: PageArray) -> Slots:
+        """`find` for a path of many runs."""
         if pages.size < _FEWEST_GUESSED or not self._used:
             return self._probe(pages)
         first = self._probe(pages[::_STRIDE])
@@ -172,13 +205,14 @@ class PageTable:
         return slots
 
     def _live(self) -> int:
-        return int(np.count_nonzero(self._is_live()))
+        return sum(int(np.count_nonzero(self._is_live(at))) for at in range(0, self._used, _CHUNK))
 
-    def _is_live(self) -> npt.NDArray[np.bool_]:
-        """bool[used]"""
-        live: npt.NDArray[np.bool_] = self.columns[0][: self._used] != 0
+    def _is_live(self, at: int) -> npt.NDArray[np.bool_]:
+        """bool[n]: which of the next _CHUNK rows, or of those that there are, are live."""
+        end = min(at + _CHUNK, self._used)
+        live: npt.NDArray[np.bool_] = self.columns[0][at:end] != 0
         for column in self.columns[1:]:
-            live |= column[: self._used] != 0
+            live |= column[at:end] != 0
         return live
 
     def _rebuild(self, rows: int) -> None:
@@ -186,14 +220,15 @@ class PageTable:
         log_places = _LOG_PLACES
         while (1 << log_places) * _MOST_LOAD * _REGROWN < rows:
             log_places += 1
-        live = self._is_live().nonzero()[0]
-        keys, columns = self._keys, self.columns
+        old = PageTable.__new__(PageTable)
+        old._keys, old.columns, old._used = self._keys, self.columns, self._used
         self._allocate(log_places)
-        for at in range(0, live.size, _CHUNK):
-            some = live[at : at + _CHUNK]
-            self._append(keys[some])
-            for column, old in zip(self.columns, columns, strict=True):
-                column[at : at + some.size] = old[some]
+        for at in range(0, old._used, _CHUNK):
+            live = old._is_live(at).nonzero()[0]
+            live += at
+            slots = self._append(old._keys[live])
+            for column, values in zip(self.columns, old.columns, strict=True):
+                column[slots] = values[live]
 
 
 def _zeros(count: int, dtype: type[_T]) -> npt.NDArray[_T]:
