@@ -31,16 +31,20 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
+from aiohttp import web
 
 from services.directory.core import Directory
 from shared.bus import Bus
 from shared.embedded import EmbeddedRedis, free_port
+from shared.kvsnapshot import PATH, send_snapshot
 from shared.messages import (
     Began,
     BranchEnded,
     BranchPlaced,
     BranchRequest,
+    KvSnapshot,
     NodeInfo,
     PagesCleared,
     PagesRemoved,
@@ -175,15 +179,30 @@ class Cluster:
         self.agents = Agents()
         self._publishers: dict[str, Publisher] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._held: dict[str, list[bytes]] = {}
 
     async def begin(self) -> None:
+        app = web.Application()
+        app.router.add_get("/{node}" + PATH, self._snapshot)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        port = self._runner.addresses[0][1]
         for node in self.agents._nodes:
-            # Nobody answers there: the directory follows each node from its first event, so it need not ask.
-            await self.bus.register_node(self.agents.info(node, "http://127.0.0.1:9"), 3600.0)
+            await self.bus.register_node(self.agents.info(node, f"http://127.0.0.1:{port}/{node}"), 3600.0)
             self.publish(f"kv:{node}", PagesCleared(began=Began(Phase.PREFILL)))
         await self.flush()
 
+    async def _snapshot(self, request: web.Request) -> web.StreamResponse:
+        node = request.match_info["node"]
+        seq = self._publishers[f"kv:{node}"].seq
+        return await send_snapshot(
+            request, KvSnapshot(node, f"{node}.0", seq, b"", b"".join(self._held[node]))
+        )
+
     def publish(self, stream: str, message: StreamMessage) -> None:
+        if isinstance(message, PagesStored):
+            self._held.setdefault(stream.removeprefix("kv:"), []).append(message.pages)
         out = self._publishers.get(stream)
         if out is None:
             producer = f"{stream.removeprefix('kv:')}.0" if stream.startswith("kv:") else "router"
@@ -195,11 +214,17 @@ class Cluster:
         for out in self._publishers.values():
             await out.flush(60.0)
 
+    async def warm_up(self) -> None:
+        """Two steps of every branch: the prompt that all share, and the first of their own."""
+        for number in range(2 * BRANCHES):
+            for stream, message in self.agents.step(number, time.time()):
+                self.publish(stream, message)
+        await self.flush()
+        await self.until_stored()
+
     async def stored(self) -> tuple[str, int]:
         """Position on `branch` and number of the batch that Redis has."""
         directory = (await self.bus._redis.hget(self.bus.key("directory"), "streams")) or b""
-        import msgspec
-
         positions = msgspec.msgpack.decode(directory, type=dict[str, str]) if directory else {}
         return positions.get("branch", "0"), await self.bus.committed()
 
@@ -212,7 +237,8 @@ class Cluster:
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.wait(self._tasks, timeout=2.0)
+        await self._runner.cleanup()
 
 
 @contextlib.asynccontextmanager
@@ -253,14 +279,10 @@ async def through_redis(steps: int) -> dict[str, float]:
         directory = DirectoryProcess(c.url, "bench")
         try:
             await until_leads(directory)
-            for number in range(2 * BRANCHES):
-                for stream, message in c.agents.step(number):
-                    c.publish(stream, message)
-            await c.flush()
-            await c.until_stored()
+            await c.warm_up()
             os.kill(directory.pid, signal.SIGSTOP)
             for number in range(2 * BRANCHES, 2 * BRANCHES + steps):
-                for stream, message in c.agents.step(number):
+                for stream, message in c.agents.step(number, time.time()):
                     c.publish(stream, message)
                 if number % 200 == 0:
                     await asyncio.sleep(0)
@@ -285,11 +307,7 @@ async def lag(seconds: float, rate: float = 200.0) -> dict[str, float]:
         directory = DirectoryProcess(c.url, "bench")
         try:
             await until_leads(directory)
-            for number in range(2 * BRANCHES):
-                for stream, message in c.agents.step(number):
-                    c.publish(stream, message)
-            await c.flush()
-            await c.until_stored()
+            await c.warm_up()
             reader = c.bus.reader({})
             await reader.follow(*(f"counts:{node}" for node in c.agents._nodes))
             sent: dict[int, float] = {}
@@ -306,11 +324,11 @@ async def lag(seconds: float, rate: float = 200.0) -> dict[str, float]:
                                 found.append(now - at)
 
             listening = asyncio.ensure_future(listen())
-            cpu, begun = cpu_s(directory.pid), time.perf_counter()
+            cpu, begun, own = cpu_s(directory.pid), time.perf_counter(), time.process_time()
             total = int(seconds * rate)
             for i in range(total):
                 number = 2 * BRANCHES + i
-                messages = c.agents.step(number)
+                messages = c.agents.step(number, time.time())
                 # The last page of the step is new on its node: its count tells when the step was stored.
                 request = messages[0][1]
                 assert isinstance(request, BranchRequest)
@@ -319,7 +337,8 @@ async def lag(seconds: float, rate: float = 200.0) -> dict[str, float]:
                     c.publish(stream, message)
                 sent[page] = time.perf_counter()
                 await asyncio.sleep(max(0.0, begun + (i + 1) / rate - time.perf_counter()))
-            used = (cpu_s(directory.pid) - cpu) / (time.perf_counter() - begun)
+            passed = time.perf_counter() - begun
+            used, own = (cpu_s(directory.pid) - cpu) / passed, (time.process_time() - own) / passed
             async with asyncio.timeout(10.0):
                 while sent:
                     await asyncio.sleep(0.01)
@@ -328,6 +347,7 @@ async def lag(seconds: float, rate: float = 200.0) -> dict[str, float]:
             return {
                 "p50_ms": float(np.percentile(ms, 50)), "p99_ms": float(np.percentile(ms, 99)),
                 "max_ms": float(ms.max()), "placements": float(len(found)), "directory_cores": used,
+                "load_cores": own,
             }  # fmt: skip
         finally:
             directory.kill()
@@ -346,7 +366,7 @@ async def start(pages: int = 1_000_000) -> dict[str, float]:
             await until_leads(first)
             steps = pages // STEP_PAGES + BRANCHES
             for number in range(steps):
-                for stream, message in c.agents.step(number):
+                for stream, message in c.agents.step(number, time.time()):
                     c.publish(stream, message)
                 if number % 1000 == 999:
                     await c.flush()
@@ -374,16 +394,17 @@ async def takeover(trials: int = 3) -> dict[str, float]:
         running = [DirectoryProcess(c.url, "bench")]
         try:
             await until_leads(running[0])
+            await c.warm_up()
             reader = c.bus.reader({})
             await reader.follow(*(f"counts:{node}" for node in c.agents._nodes))
             stamps: list[float] = []
-            steps = 0
+            steps = 2 * BRANCHES
             stop = asyncio.Event()
 
             async def load() -> None:
                 nonlocal steps
                 while not stop.is_set():
-                    for stream, message in c.agents.step(steps):
+                    for stream, message in c.agents.step(steps, time.time()):
                         c.publish(stream, message)
                     steps += 1
                     await asyncio.sleep(0.02)

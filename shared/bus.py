@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -26,6 +26,7 @@ from shared.messages import NodeInfo, PageArray, ServiceInfo
 from shared.redis_client import explain, open_redis, safe_url
 from shared.streams import BATCH, BusError, Event, Publisher, Reader, read_entry
 
+MOST_WORDS = 4000  # of one command in a batch
 SCAN_FIELDS = 10_000  # fields of a hash in one answer, about
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ log = get_logger("bus")
 # redis-py types its answers for every mode at once; this module uses the mode that answers in bytes
 _Client = Any
 _Hash = dict[bytes, bytes]
+_Word = str | bytes | int
 
 
 class NotLeader(Exception):
@@ -44,11 +46,13 @@ class StateLost(Exception):
     """Redis does not have the batch that was written last: a failover took it back."""
 
 
+_NOT_LEADER, _STATE_LOST = 1, 2
+
 _ACQUIRE = """
 local held = redis.call('GET', KEYS[1])
 if held then
   local token, holder = string.match(held, '^(%d+) (.*)$')
-  if holder ~= ARGV[1] then return 0 end
+  if holder ~= ARGV[1] then return -math.max(0, redis.call('PTTL', KEYS[1])) end
   redis.call('PEXPIRE', KEYS[1], ARGV[2])
   return tonumber(token)
 end
@@ -69,12 +73,29 @@ return 0
 """
 
 
+# KEYS: fence, number of the last batch, and all that is written. ARGV: the lease's token, this batch's number, commands.
+_COMMIT = f"""
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {{{_NOT_LEADER}, 0}} end
+local last = tonumber(redis.call('GET', KEYS[2]) or '0')
+if last ~= tonumber(ARGV[2]) - 1 and last ~= tonumber(ARGV[2]) then return {{{_STATE_LOST}, last}} end
+local at = 3
+while at <= #ARGV do
+  local words = tonumber(ARGV[at])
+  redis.call(unpack(ARGV, at + 1, at + words))
+  at = at + words + 1
+end
+redis.call('SET', KEYS[2], ARGV[2])
+return {{0, last}}
+"""
+
+
 class Bus:
     """One cluster's place in Redis. Make it with `connect`; close it with `close`."""
 
     def __init__(self, redis: _Client, cluster: str) -> None:
         self._redis = redis
         self._prefix = f"ei:{{{cluster}}}:"
+        self._commit = redis.register_script(_COMMIT)
         self.cluster = cluster
 
     @classmethod
@@ -203,61 +224,75 @@ class Bus:
     # ------------------------------------------------------------------------- the directory's store
 
     async def commit(self, lease: Lease, commit: Commit) -> None:
-        """Write one batch of the directory in one transaction, unless another has taken the lease since.
+        """Write one batch of the directory in one step, unless another has taken the lease since.
 
         Raises NotLeader when one has, or the lease was given up, and StateLost when the batch before is not there
         (nothing is written either time); BusError when Redis fails (the batch may or may not be written: all values
         are absolute, so it is safe to commit it again).
         """
-        # The fence, not the lease: it changes exactly when another takes the lease, and not when we renew it.
+        keys, words = self._commands(commit)
         fence, number = self.key("fence", lease.name), self.key("commit")
         try:
-            async with self._redis.pipeline(transaction=True) as pipe:
-                await pipe.watch(fence, number)
-                token, last = await pipe.mget(fence, number)
-                if lease.token is None or token != str(lease.token).encode():
-                    raise NotLeader(f"the {lease.name} lease was lost")
-                if int(last or 0) not in (commit.number - 1, commit.number):
-                    raise StateLost(f"Redis has batch {int(last or 0)} where {commit.number - 1} was written")
-                pipe.multi()
-                pipe.set(number, commit.number)
-                self._write(pipe, commit)
-                await pipe.execute()
-        except WatchError:
-            raise NotLeader(f"the {lease.name} lease changed hands during a write") from None
+            # The fence, not the lease: another one has the lease exactly when the fence has another token.
+            done, last = await self._commit(
+                keys=[fence, number, *keys], args=[lease.token or 0, commit.number, *words]
+            )
         except (RedisError, OSError, TimeoutError) as error:
             raise BusError(f"Redis: cannot commit: {error or type(error).__name__}") from None
+        if done == _NOT_LEADER:
+            raise NotLeader(f"the {lease.name} lease was lost")
+        if done == _STATE_LOST:
+            raise StateLost(f"Redis has batch {last} where {commit.number - 1} was written")
 
-    def _write(self, pipe: _Client, commit: Commit) -> None:
+    def _commands(self, commit: Commit) -> tuple[list[str], list[_Word]]:
+        """The keys of the batch, and its commands: the number of words, then the words, of each."""
+        keys: list[str] = []
+        words: list[_Word] = []
+
+        def add(command: str, key: str, arguments: Sequence[_Word], together: int = 1) -> None:
+            keys.append(key)
+            # Lua cannot pass more than some thousands of arguments at once; `together` ones must not be parted.
+            most = MOST_WORDS // together * together
+            for at in range(0, len(arguments), most):
+                part = arguments[at : at + most]
+                words.extend((len(part) + 2, command, key, *part))
+
+        def hash_(key: str, fields: Mapping[str, bytes | None]) -> None:
+            present = {field: value for field, value in fields.items() if value is not None}
+            add("HSET", key, list(itertools.chain.from_iterable(present.items())), 2)
+            add("HDEL", key, [field for field, value in fields.items() if value is None])
+
         counted = self.key("counted")
         for node, change in commit.counts.items():
             key = self.key("count", node)
             if change.empty:
-                pipe.delete(key)
-                pipe.srem(counted, node)
+                keys.append(key)
+                words.extend((2, "DEL", key))
+                add("SREM", counted, [node])
                 continue
             positive = change.counts > 0
             # A void of 8 bytes is a field as it stands.
             fields = change.pages[positive].astype("<i8", copy=False).view("V8").tolist()
-            zero = change.pages[~positive].astype("<i8", copy=False).view("V8").tolist()
             if fields:
                 values = change.counts[positive].tolist()
-                pipe.sadd(counted, node)
-                pipe.hset(key, items=list(itertools.chain.from_iterable(zip(fields, values, strict=True))))
-            if zero:
-                pipe.hdel(key, *zero)
-        _write_hash(pipe, self.key("branches"), commit.branches)
-        _write_hash(pipe, self.key("segments"), {str(n): blob for n, blob in commit.segments.items()})
-        gone = [self.key("pages", str(n)) for n, blob in commit.segments.items() if blob is None]
-        if gone:
-            pipe.delete(*gone)
-        for number, (first, pages) in commit.pages.items():
-            key = self.key("pages", str(number))
+                add("SADD", counted, [node])
+                add("HSET", key, list(itertools.chain.from_iterable(zip(fields, values, strict=True))), 2)
+            add("HDEL", key, change.pages[~positive].astype("<i8", copy=False).view("V8").tolist())
+        hash_(self.key("branches"), commit.branches)
+        hash_(self.key("segments"), {str(n): blob for n, blob in commit.segments.items()})
+        for n, blob in commit.segments.items():
+            if blob is None:
+                key = self.key("pages", str(n))
+                keys.append(key)
+                words.extend((2, "DEL", key))
+        for n, (first, pages) in commit.pages.items():
+            key = self.key("pages", str(n))
             if first:
-                pipe.setrange(key, first * 8, pages)
+                add("SETRANGE", key, [first * 8, pages], 2)
             else:
-                pipe.set(key, pages)
-        _write_hash(pipe, self.key("directory"), commit.state)
+                add("SET", key, [pages])
+        hash_(self.key("directory"), commit.state)
+        return keys, words
 
     async def committed(self) -> int:
         """Number of the batch that was written last; 0 when there is none. Raises BusError."""
@@ -362,16 +397,6 @@ def _split(items: list[Any], at: int) -> tuple[list[Any], list[Any]]:
     return items[:at], items[at:]
 
 
-def _write_hash(pipe: _Client, key: str, fields: Mapping[str, bytes | None]) -> None:
-    """Set fields, and delete those that are None."""
-    present = {field: value for field, value in fields.items() if value is not None}
-    gone = [field for field, value in fields.items() if value is None]
-    if present:
-        pipe.hset(key, mapping=present)
-    if gone:
-        pipe.hdel(key, *gone)
-
-
 def _node_counts(table: _Hash) -> NodeCounts:
     pages = np.frombuffer(b"".join(table), dtype="<i8").astype(np.int64, copy=False)
     return NodeCounts(pages, np.array(list(map(int, table.values())), dtype=np.int32), empty=not table)
@@ -434,6 +459,7 @@ class Lease:
     def __init__(self, bus: Bus, name: str, holder: str, ttl_s: float) -> None:
         self._bus, self.name, self.holder, self.ttl_s = bus, name, holder, ttl_s
         self.token: int | None = None
+        self.free_in_s = 0.0  # when `acquire` failed: unless it is renewed, the lease ends then
         self._renewed = 0.0
         redis = bus._redis
         self._acquire = redis.register_script(_ACQUIRE)
@@ -457,9 +483,11 @@ class Lease:
             lambda: self._acquire(keys=keys, args=[self.holder, int(self.ttl_s * 1000)]),
             f"acquire the {self.name} lease",
         )
-        self.token = int(answer) or None
+        self.token = int(answer) if int(answer) > 0 else None
         if self.token is not None:
             self._renewed = asked
+        else:
+            self.free_in_s = -int(answer) / 1000
         return self.token
 
     async def renew(self) -> bool:

@@ -36,7 +36,7 @@ _REGROWN = 0.7  # a rebuilt table is at most this full of what it may have, lest
 _KEPT = 0.25  # and one that is less full than this shrinks
 _STRIDE = 16
 _MOST_RUNS = 8  # followed one by one
-_FEWEST_GUESSED = 4 * _STRIDE
+_FEWEST_GUESSED = 512
 _CHUNK = 1 << 14  # pages handled at a time, so that what a lookup gathers stays in the processor's cache
 _MAPPED_BYTES = 1 << 19
 
@@ -78,23 +78,23 @@ class PageTable:
 
     def insert_told(self, pages: PageArray) -> tuple[Slots, bool]:
         """As `insert`, and whether all rows are new and distinct, which saves the caller finding out."""
-        slots = self.find(pages)
+        slots, places = self._find_places(pages)
         absent = (slots < 0).nonzero()[0]
         if not absent.size:
             return slots, not pages.size
         if absent.size > self._most - self._used:
             # The rebuild also drops dead rows of these pages.
             self._rebuild(self._live() + pages.size)
-            slots = self.find(pages)
+            slots, places = self._find_places(pages)
             absent = (slots < 0).nonzero()[0]
-        new = pages if absent.size == pages.size else pages[absent]
+        new, places = (pages, places) if absent.size == pages.size else (pages[absent], places[absent])
         ordered = np.sort(new)
         if np.count_nonzero(ordered[1:] == ordered[:-1]):
             _, first, place = np.unique(new, return_index=True, return_inverse=True)
             order = np.sort(first)  # not that of the pages' values: a path is to stay a run of rows
-            slots[absent] = self._append(new[order])[np.searchsorted(order, first)[place]]
+            slots[absent] = self._append(new[order], places[order])[np.searchsorted(order, first)[place]]
             return slots, False
-        slots[absent] = self._append(new)
+        slots[absent] = self._append(new, places)
         return slots, new is pages
 
     def pages(self, slots: Slots) -> PageArray:
@@ -147,6 +147,14 @@ class PageTable:
             slots[at:] = self._guess(pages[at:])
         return slots
 
+    def _find_places(self, pages: PageArray) -> tuple[Slots, Slots]:
+        """`find`, and for pages without a row where in the index to look for a place first."""
+        places = self._home(pages)
+        # Pages that are stored mostly come again, or are all new.
+        if pages.size and pages.size < _FEWEST_GUESSED and self._slot(int(pages[0])) < 0:
+            return self._probe(pages, places), places
+        return self.find(pages), places
+
     def _slot(self, page: int) -> int:
         """`find` for one page."""
         index, keys, last = self._index, self._keys, len(self._index) - 1
@@ -158,8 +166,9 @@ class PageTable:
     def _guess(self, pages: PageArray) -> Slots:
         """`find` for a path of many runs."""
         if pages.size < _FEWEST_GUESSED or not self._used:
-            return self._probe(pages)
-        first = self._probe(pages[::_STRIDE])
+            return self._probe(pages, self._home(pages))
+        anchors = pages[::_STRIDE]
+        first = self._probe(anchors, self._home(anchors))
         slots: Slots = np.add.outer(first, _NEXT_ROWS).ravel()[: pages.size]
         known = self._keys.take(slots, mode="clip") == pages
         # A guess means nothing where the first is absent, and behind the last row.
@@ -167,34 +176,35 @@ class PageTable:
         known &= slots < self._used
         if np.count_nonzero(known) < pages.size:
             rest = (~known).nonzero()[0]
-            slots[rest] = self._probe(pages[rest])
+            pages = pages[rest]
+            slots[rest] = self._probe(pages, self._home(pages))
         return slots
 
-    def _probe(self, pages: PageArray) -> Slots:
-        """`find` by way of the index."""
-        places = self._home(pages)
+    def _probe(self, pages: PageArray, places: Slots) -> Slots:
+        """`find` by way of the index, from these places on; they are then those where the search ended."""
         slots: Slots = self._index.take(places).astype(np.intp)
         slots -= _ONE
         rest = (self._keys.take(slots, mode="wrap") != pages).nonzero()[0]
         rest = rest[slots[rest] >= 0]
         if rest.size:
-            pages, places = pages[rest], places[rest]
+            pages, onward = pages[rest], places[rest]
             while rest.size:
-                places += _ONE
-                places &= self._last_place
-                found = self._index.take(places).astype(np.intp)
+                onward += _ONE
+                onward &= self._last_place
+                places[rest] = onward
+                found = self._index.take(onward).astype(np.intp)
                 found -= _ONE
                 slots[rest] = found
                 on = ((self._keys.take(found, mode="wrap") != pages) & (found >= 0)).nonzero()[0]
-                rest, pages, places = rest[on], pages[on], places[on]
+                rest, pages, onward = rest[on], pages[on], onward[on]
         return slots
 
-    def _append(self, pages: PageArray) -> Slots:
-        """Rows for distinct pages that have none; there must be room."""
+    def _append(self, pages: PageArray, places: Slots) -> Slots:
+        """Rows for distinct pages that have none, in the first free place from these on; there must be room."""
         slots = np.arange(self._used, self._used + pages.size, dtype=np.intp)
         self._keys[self._used : self._used + pages.size] = pages
         self._used += pages.size
-        places, numbers = self._home(pages), slots + _ONE
+        numbers = slots + _ONE
         while numbers.size:
             free = self._index.take(places) == 0
             # Of pages that want the same place, the last one written has it.
@@ -226,7 +236,8 @@ class PageTable:
         for at in range(0, old._used, _CHUNK):
             live = old._is_live(at).nonzero()[0]
             live += at
-            slots = self._append(old._keys[live])
+            pages = old._keys[live]
+            slots = self._append(pages, self._home(pages))
             for column, values in zip(self.columns, old.columns, strict=True):
                 column[slots] = values[live]
 

@@ -226,6 +226,9 @@ class Reader:
         self.positions = streams
         self._begun = dict(streams)  # where each stream was first read from
         self._seen: dict[tuple[str, str], int] = {}
+        self.whole_ms = (
+            0  # up to that millisecond of Redis' clock no later read finds more, but for full batches
+        )
         self._failing = False
         self._backoff = Backoff()
 
@@ -255,17 +258,20 @@ class Reader:
             del self._seen[key]
 
     async def read(self, block_s: float = 1.0) -> list[Event]:
-        """What has come, in stream order; [] when nothing came within `block_s` or Redis was away."""
+        """What has come, in stream order; [] when nothing came within `block_s` or Redis was away. 0: do not wait."""
         check_cancelled()
         if not self.positions:
             await asyncio.sleep(block_s)
             return []
         try:
-            reply = await self._redis.xread(
-                {self._prefix + stream: position for stream, position in self.positions.items()},
-                count=BATCH,
-                block=max(1, int(min(block_s, COMMAND_TIMEOUT_S / 2) * 1000)),
-            )
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.time()
+                pipe.xread(
+                    {self._prefix + stream: position for stream, position in self.positions.items()},
+                    count=BATCH,
+                    block=max(1, int(min(block_s, COMMAND_TIMEOUT_S / 2) * 1000)) if block_s else None,
+                )
+                (seconds, micros), reply = await pipe.execute()
         except (RedisError, OSError, TimeoutError) as error:
             log.warning("read_failed", streams=len(self.positions), error=error)
             if not self._failing:
@@ -275,6 +281,7 @@ class Reader:
             return []
         self._failing = False
         self._backoff.reset()
+        self.whole_ms = seconds * 1000 + micros // 1000 - 1
         found: list[Event] = []
         pairs = reply.items() if isinstance(reply, dict) else reply
         for key, entries in pairs:

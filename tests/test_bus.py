@@ -129,6 +129,7 @@ async def test_lease_has_one_holder_and_growing_tokens(redis_url, cluster_name):
     assert first is not None
     assert await one.acquire() == first
     assert await two.acquire() is None
+    assert 0.0 < two.free_in_s <= 0.3
     assert await one.renew()
     await eventually(two.acquire, 5.0)
     assert two.token is not None and two.token > first

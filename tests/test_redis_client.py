@@ -288,6 +288,7 @@ async def test_the_user_of_the_example_may_do_what_the_bus_does_and_no_more(
         assert await bus.load("x") == b"y"
         lease = bus.lease("directory", "one", 5.0)
         assert await lease.acquire() and await lease.acquire() and await lease.renew()
+        assert await bus.lease("directory", "two", 5.0).acquire() is None
         for number in (1, 2):
             await bus.commit(lease, batch(number, pages=2000))
         assert (await bus.load_directory()).number == (await bus.load_directory_at_once()).number == 2

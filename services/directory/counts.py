@@ -75,6 +75,7 @@ class _NodeCounts:
     def __init__(self) -> None:
         self.rows = PageTable(3)
         self.touched: list[PageArray] = []  # pages whose R may differ from what was last taken
+        self._distinct = False  # they are, and have rows
         self._positive = 0  # pages with R > 0 when they were last taken
 
     @property
@@ -88,16 +89,27 @@ class _NodeCounts:
 
     def add(self, pages: PageArray, depths: npt.NDArray[np.int32]) -> None:
         """One branch more has these pages, at these depths."""
-        slots = self.rows.insert(pages)
+        slots, fresh = self.rows.insert_told(pages)
         now, _, depth = self.rows.columns
-        new = now[slots] == 0
-        depth[slots[new]] = depths[new]
-        np.add.at(now, slots, 1)
+        if fresh:
+            depth[slots] = depths
+            now[slots] = 1
+            self._distinct = not self.touched
+        else:
+            new = now[slots] == 0
+            depth[slots[new]] = depths[new]
+            np.add.at(now, slots, 1)
+            self._distinct = False
         self.touched.append(pages)
 
     def subtract(self, pages: PageArray) -> None:
         """One branch fewer has these pages."""
         np.subtract.at(self.rows.columns[0], self.rows.find(pages), 1)
+        self.touch(pages)
+
+    def touch(self, pages: PageArray) -> None:
+        """R of these pages may have changed."""
+        self._distinct = False
         self.touched.append(pages)
 
     def take(self) -> NodeChanges | None:
@@ -106,9 +118,11 @@ class _NodeCounts:
             return None
         pages = self.touched[0] if len(self.touched) == 1 else np.concatenate(self.touched)
         self.touched = []
-        slots = np.unique(self.rows.find(pages))
-        if slots.size and slots[0] < 0:
-            slots = slots[1:]
+        slots = self.rows.find(pages)
+        if not self._distinct:
+            slots = np.unique(slots)
+            if slots.size and slots[0] < 0:
+                slots = slots[1:]
         now, taken, depth = self.rows.columns
         new, old = now[slots], taken[slots]
         depth[slots[new == 0]] = 0
@@ -130,6 +144,7 @@ class _NodeCounts:
         self._positive = int(np.count_nonzero(taken))
         differ = (now != taken).nonzero()[0]
         self.touched = [self.rows.pages(differ)] if differ.size else []
+        self._distinct = False
         return int(differ.size)
 
 
@@ -145,6 +160,8 @@ class Counts:
         self._pending: dict[tuple[str, Phase], Pending] = {}
         self._awaited: dict[str, set[tuple[str, Phase]]] = {}  # node -> pending moves to it
         self._touched: set[str] = set()
+        self._dirty: dict[str, None] = {}  # nodes whose R may have changed since it was last taken
+        self._changed_pages = 0
 
     # ------------------------------------------------------------------------- questions
 
@@ -195,12 +212,12 @@ class Counts:
     @property
     def changed(self) -> bool:
         """Whether `take_changes` or `take_touched` has something to give."""
-        return bool(self._touched) or any(counts.touched for counts in self._nodes.values())
+        return bool(self._touched or self._dirty)
 
     @property
     def changed_pages(self) -> int:
         """Pages in the next `take_changes`, at most."""
-        return sum(pages.size for counts in self._nodes.values() for pages in counts.touched)
+        return self._changed_pages
 
     def take_touched(self) -> set[str]:
         """Branches whose C or pending moves may have changed since the last call, ended ones too."""
@@ -210,12 +227,14 @@ class Counts:
     def take_changes(self) -> dict[str, NodeChanges]:
         """What changed in R since the last call, by node; pages with the same R as then are left out."""
         changes: dict[str, NodeChanges] = {}
-        for node, counts in list(self._nodes.items()):
+        dirty, self._dirty, self._changed_pages = self._dirty, {}, 0
+        for node in dirty:
+            counts = self._nodes[node]
             found = counts.take()
             if found is not None:
                 changes[node] = found
-                if not counts.pages:
-                    del self._nodes[node]
+            if not counts.pages:
+                del self._nodes[node]
         return changes
 
     # ------------------------------------------------------------------------- Algorithm E.2
@@ -287,7 +306,8 @@ class Counts:
         for page in hashes[left > 0].tolist():
             self._leave_every_path(node, page)
         now[slots] = 0
-        counts.touched.append(hashes)
+        counts.touch(hashes)
+        self._changed(node, hashes.size)
 
     def stored(self, node: str) -> None:
         """The node has more pages than before: settle the moves that waited for them."""
@@ -318,7 +338,9 @@ class Counts:
 
     def adopt(self, node: str, pages: PageArray, counts: npt.NDArray[np.int32]) -> int:
         """R as it was saved: what differs counts as changed since. Returns how many pages do."""
-        return self._node(node).adopt(pages, counts)
+        differ = self._node(node).adopt(pages, counts)
+        self._changed(node, differ)
+        return differ
 
     # ------------------------------------------------------------------------- Count and Release
 
@@ -344,7 +366,9 @@ class Counts:
         counted = self._counted[branch][node]
         if counted.pages <= pages:
             return
-        self._nodes[node].subtract(path[_without(range(pages, counted.pages), counted.holes)])
+        left = path[_without(range(pages, counted.pages), counted.holes)]
+        self._nodes[node].subtract(left)
+        self._changed(node, left.size)
         counted.pages = pages
         counted.holes = {depth for depth in counted.holes if depth < pages}
         self._touched.add(branch)
@@ -353,6 +377,11 @@ class Counts:
     def _add(self, node: str, path: PageArray, depths: npt.NDArray[np.int32]) -> None:
         if depths.size:
             self._node(node).add(path[depths], depths)
+            self._changed(node, depths.size)
+
+    def _changed(self, node: str, pages: int) -> None:
+        self._dirty[node] = None
+        self._changed_pages += pages
 
     def _node(self, node: str) -> _NodeCounts:
         counts = self._nodes.get(node)

@@ -1,8 +1,8 @@
 """The directory process: one of several leads, the others stand by (Algorithms E.1 and E.2).
 
 Rules that hold here
-- Only the holder of the `directory` lease has state and writes; a stand-by asks for the lease every quarter of
-  its time to live and begins from what the last leader wrote.
+- Only the holder of the `directory` lease has state and writes; a stand-by asks for the lease when it would end, and
+  every quarter of its time to live, and begins from what the last leader wrote.
 - HTTP only shows: `GET /v1/branches` and `GET /v1/branches/{id}` answer 503 on a stand-by.
 """
 
@@ -85,7 +85,8 @@ class DirectoryService(Service):
             backoff.reset()
             self._asked = True
             if token is None:
-                await asyncio.sleep(self._lease.ttl_s / 4)
+                # Just after its end, if it ends, and now and then, for its holder may give it up.
+                await asyncio.sleep(min(self._lease.ttl_s / 4, self._lease.free_in_s + 0.01))
                 continue
             self._term = Term(self, self._lease)
             try:
