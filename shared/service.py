@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -194,6 +195,9 @@ class Service:
             loop.add_signal_handler(number, self._on_signal)
         try:
             await self.startup()
+            # What the imports left is not looked at again by every collection.
+            gc.collect()
+            gc.freeze()
             self._started = True
             self.spawn(self._keep_registered(), "register")
             self.log.info("started", url=self.url, cluster=self.settings.cluster, pid=os.getpid())

@@ -20,6 +20,7 @@ import msgspec
 
 from services.directory.core import Directory
 from services.directory.leader import in_order_key
+from services.directory.verify import verify
 from shared.bus import Bus
 from shared.embedded import free_port
 from shared.kvsnapshot import fetch_snapshot
@@ -69,6 +70,11 @@ class CrashCluster:
         self, redis_url: str, name: str, folder: Path, bus: Bus, http: aiohttp.ClientSession
     ) -> None:
         self.redis_url, self.name, self.bus, self.http = redis_url, name, bus, http
+        # A directory that reads everything that was ever sent, in one go whenever all is quiet.
+        self._without_crash = Directory(1e9, 1e9)
+        self._unapplied: list[Event] = []
+        self._positions: dict[str, str] = {}
+        self._seen: dict[tuple[str, str], int] = {}
         common = ("--redis", redis_url, "--cluster", name, "--speedup", "20")
 
         def make(part: str, module: str, *words: str) -> Process:
@@ -116,12 +122,20 @@ class CrashCluster:
 
     # ------------------------------------------------------------------ what must hold in the end
 
-    async def check(self) -> None:
-        """Once all is quiet: no difference, the counts of a run without a crash, and the workers know them."""
+    async def check(self, command: bool) -> None:
+        """Once all is quiet: no difference, the counts of a run without a crash, and the workers know them.
+
+        `command`: let `evolving directory verify` look, too.
+        """
         deadline = time.monotonic() + 30.0
-        while (differs := await self._differs()) is not None:
+        differs: str | None = "messages still come"
+        while differs is not None:
             assert time.monotonic() < deadline, f"{differs}\n{self._logs()}"
             await asyncio.sleep(0.1)
+            if not await self._read():
+                differs = await self._differs()
+        if not command:
+            return
         verified = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "services.cli", "directory", "verify",
             "--redis", self.redis_url, "--cluster", self.name,
@@ -136,7 +150,11 @@ class CrashCluster:
 
     async def _differs(self) -> str | None:
         """What is not as it should be."""
-        wanted = await self.without_a_crash()
+        for event in sorted(self._unapplied, key=in_order_key):
+            self._without_crash.apply(event, 0.0)
+        self._unapplied = []
+        wanted = self._without_crash
+        assert not wanted.unsynced(), wanted.unsynced()
         stored = await self.bus.load_directory_at_once()
         positions = msgspec.msgpack.decode(stored.state.get("streams", b"\x80"), type=dict[str, str])
         for stream in ("branch", "roles"):
@@ -156,8 +174,11 @@ class CrashCluster:
         infos = await self.bus.nodes()
         if set(infos) != set(NODES):
             return f"registered: {set(infos)}"
-        for node, info in infos.items():
-            snapshot = await fetch_snapshot(self.http, info)
+        snapshots = {node: await fetch_snapshot(self.http, info) for node, info in infos.items()}
+        report = verify(stored, snapshots)
+        if report.differences:
+            return f"verify says: {report.differences[:5]}"
+        for node, snapshot in snapshots.items():
             l2 = set(unpack_pages(snapshot.l2).tolist())
             (state,) = await self.bus.last(f"state:{node}", 1)
             assert isinstance(state.message, NodeState)
@@ -166,24 +187,20 @@ class CrashCluster:
                 return f"{node} knows of {known} counted pages in its host memory, it has {right}"
         return None
 
-    async def without_a_crash(self) -> Directory:
-        """A directory that read everything that was ever sent."""
-        redis = self.bus._redis
-        prefix = self.bus.key("stream", "")
-        events: list[Event] = []
+    async def _read(self) -> int:
+        """Read what was sent since the last time; how many messages that were."""
+        before = len(self._unapplied)
         for stream in ("branch", "roles", "resync", *(f"kv:{node}" for node in NODES)):
-            seen: dict[str, int] = {}
-            for entry_id, fields in await redis.xrange(prefix + stream):
+            first = f"({self._positions[stream]}" if stream in self._positions else "-"
+            for entry_id, fields in await self.bus._redis.xrange(self.bus.key("stream", stream), min=first):
+                self._positions[stream] = entry_id.decode()
                 event = read_entry(stream, entry_id, fields)
                 assert event is not None
-                if event.seq > seen.get(event.producer, 0):
-                    seen[event.producer] = event.seq
-                    events.append(event)
-        directory = Directory(1e9, 1e9)
-        for event in sorted(events, key=in_order_key):
-            directory.apply(event, 0.0)
-        assert not directory.unsynced(), directory.unsynced()
-        return directory
+                key = (stream, event.producer)
+                if event.seq > self._seen.get(key, 0):
+                    self._seen[key] = event.seq
+                    self._unapplied.append(event)
+        return len(self._unapplied) - before
 
 
 def difference(found: dict[str, dict[int, int]], should: dict[str, dict[int, int]]) -> str:
@@ -264,7 +281,12 @@ async def crash_cluster(redis_url: str, name: str, folder: Path) -> AsyncIterato
 
 
 async def trial(
-    cluster: CrashCluster, seed: int, strike: Callable[[random.Random], object], agents: int = 4
+    cluster: CrashCluster,
+    seed: int,
+    strike: Callable[[random.Random], object],
+    *,
+    command: bool = False,
+    agents: int = 4,
 ) -> int:
     """Agents work, `strike` hits at a random moment, agents go on; then all must be right. Returns requests served."""
     rng = random.Random(seed)
@@ -280,5 +302,5 @@ async def trial(
     await eventually(lambda: all(a.answered >= n + 2 for a, n in zip(team, before, strict=True)), 60.0)
     stop.set()
     await asyncio.gather(*working)
-    await cluster.check()
+    await cluster.check(command)
     return sum(agent.answered for agent in team)

@@ -64,7 +64,8 @@ async def with_one_redis(name: str, folder: Path, trials: int) -> None:
             }
             for number in range(trials):
                 kind = list(kinds)[number % len(kinds)]
-                served = await trial(cluster, SEED + number, kinds[kind])
+                last = number == trials - 1
+                served = await trial(cluster, SEED + number, kinds[kind], command=last)
                 print(f"trial {number}: {kind} killed, {served} requests served, no difference", flush=True)
 
 
@@ -73,7 +74,10 @@ async def with_sentinels(name: str, folder: Path, trials: int) -> None:
     with group:
         async with crash_cluster(group.url, name, folder) as cluster:
             for number in range(trials):
-                served = await trial(cluster, SEED + 10_000 + number, lambda rng: kill_primary(group))
+                last = number == trials - 1
+                served = await trial(
+                    cluster, SEED + 10_000 + number, lambda rng: kill_primary(group), command=last
+                )
                 print(f"trial {number}: primary killed, {served} requests served, no difference", flush=True)
 
 
