@@ -10,6 +10,7 @@ EXTRAS := embedded,loadtest,dev
 help:
 	@echo "make demo          start a cluster of simulated workers, replay an agent trace, print the report"
 	@echo "make test          the tests"
+	@echo "make test-long     200 crash trials more, about 20 minutes"
 	@echo "make install       .venv with all that tests and benches need"
 	@echo "make lint types    ruff and mypy"
 	@echo "make compose-test  build the containers and run them (needs Docker, or root on Debian to install it)"

@@ -197,7 +197,9 @@ class CrashCluster:
                 event = read_entry(stream, entry_id, fields)
                 assert event is not None
                 key = (stream, event.producer)
-                if event.seq > self._seen.get(key, 0):
+                last = self._seen.get(key, 0)
+                assert event.seq <= last + 1, f"{key}: message {last + 1} was lost, {event.seq} came"
+                if event.seq > last:
                     self._seen[key] = event.seq
                     self._unapplied.append(event)
         return len(self._unapplied) - before

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash_cluster import CrashCluster, crash_cluster, trial
-from tests.redis_servers import RedisServer, SentinelGroup
+from tests.redis_servers import RedisServer, SentinelGroup, binaries
 
 SEED = int(os.environ.get("EI_TEST_SEED", "20261130"))
 
@@ -53,8 +53,14 @@ async def kill_primary(group: SentinelGroup) -> None:
     await asyncio.to_thread(group.wait_ready, 60.0)
 
 
-async def with_one_redis(name: str, folder: Path, trials: int) -> None:
-    with RedisServer() as server:
+def a_binary(seed: int) -> str:
+    """The installed Redis, and the one that `evolving up` starts, in turns."""
+    found = binaries()
+    return found[seed // 1000 % len(found)]
+
+
+async def with_one_redis(name: str, folder: Path, trials: int, seed: int = 0) -> None:
+    with RedisServer(a_binary(seed)) as server:
         async with crash_cluster(server.url, name, folder) as cluster:
             kinds = {
                 "directory": lambda rng: kill_directory(cluster),
@@ -65,18 +71,17 @@ async def with_one_redis(name: str, folder: Path, trials: int) -> None:
             for number in range(trials):
                 kind = list(kinds)[number % len(kinds)]
                 last = number == trials - 1
-                served = await trial(cluster, SEED + number, kinds[kind], command=last)
+                served = await trial(cluster, SEED + seed + number, kinds[kind], command=last)
                 print(f"trial {number}: {kind} killed, {served} requests served, no difference", flush=True)
 
 
-async def with_sentinels(name: str, folder: Path, trials: int) -> None:
-    group = SentinelGroup()
-    with group:
+async def with_sentinels(name: str, folder: Path, trials: int, seed: int = 0) -> None:
+    with SentinelGroup(a_binary(seed)) as group:
         async with crash_cluster(group.url, name, folder) as cluster:
             for number in range(trials):
                 last = number == trials - 1
                 served = await trial(
-                    cluster, SEED + 10_000 + number, lambda rng: kill_primary(group), command=last
+                    cluster, SEED + seed + 10_000 + number, lambda rng: kill_primary(group), command=last
                 )
                 print(f"trial {number}: primary killed, {served} requests served, no difference", flush=True)
 
@@ -92,14 +97,10 @@ async def test_four_failovers_lose_no_count(cluster_name: str, tmp_path: Path) -
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(8))
 async def test_160_crashes_lose_no_count(cluster_name: str, tmp_path: Path, part: int) -> None:
-    global SEED
-    SEED += 1000
-    await with_one_redis(cluster_name, tmp_path, 20)
+    await with_one_redis(cluster_name, tmp_path, 20, 1000 * (part + 1))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(4))
 async def test_40_failovers_lose_no_count(cluster_name: str, tmp_path: Path, part: int) -> None:
-    global SEED
-    SEED += 1000
-    await with_sentinels(cluster_name, tmp_path, 10)
+    await with_sentinels(cluster_name, tmp_path, 10, 1000 * (part + 1))
