@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -18,7 +19,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "up": ("services.up", "main", "run a whole cluster with simulated workers on this machine"),
     "demo": ("services.demo", "main", "start a cluster, replay a bundled agent trace, print the report"),
     "router": ("services.router.__main__", "main", "serve the API and route to the workers"),
-    "directory": ("services.directory.__main__", "main", "count which KV pages active branches reference"),
+    "directory": (
+        "services.directory.__main__",
+        "main",
+        "count which KV pages active branches reference; verify, show",
+    ),
     "planner": ("services.planner.__main__", "main", "learn the nodes' speeds and set the split"),
     "telemetry": ("services.telemetry.__main__", "main", "windows for the planner, metrics, the live page"),
     "worker": ("worker.agent.__main__", "main", "run one node with its engine"),
@@ -59,6 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read the output, such as `head`, has enough of it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

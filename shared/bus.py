@@ -11,6 +11,7 @@ Rules that hold here
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -50,7 +51,7 @@ _NOT_LEADER, _STATE_LOST = 1, 2
 
 _ACQUIRE = """
 local held = redis.call('GET', KEYS[1])
-if held then
+if held and redis.call('PTTL', KEYS[1]) > 0 then
   local token, holder = string.match(held, '^(%d+) (.*)$')
   if holder ~= ARGV[1] then return -math.max(0, redis.call('PTTL', KEYS[1])) end
   redis.call('PEXPIRE', KEYS[1], ARGV[2])
@@ -150,6 +151,8 @@ class Bus:
             return await command()
         except (RedisError, OSError, TimeoutError) as error:
             raise BusError(f"Redis: cannot {what}: {error or type(error).__name__}") from None
+        except (ValueError, OverflowError) as error:
+            raise BusError(f"Redis: cannot {what}: it holds what was not written here: {error}") from None
 
     # ------------------------------------------------------------------------- registry
 
@@ -162,8 +165,7 @@ class Bus:
 
     async def nodes(self) -> dict[str, NodeInfo]:
         """Nodes whose lease runs. Raises BusError."""
-        blobs = await self._registered("node")
-        return {name: msgspec.msgpack.decode(blob, type=NodeInfo) for name, blob in sorted(blobs.items())}
+        return dict(sorted(_readable(await self._registered("node"), NodeInfo).items()))
 
     async def register_service(self, info: ServiceInfo, ttl_s: float) -> None:
         await self._register("service", info.instance, msgspec.msgpack.encode(info), ttl_s)
@@ -172,8 +174,7 @@ class Bus:
         await self._unregister("service", instance)
 
     async def services(self) -> list[ServiceInfo]:
-        blobs = await self._registered("service")
-        found = [msgspec.msgpack.decode(blob, type=ServiceInfo) for blob in blobs.values()]
+        found = _readable(await self._registered("service"), ServiceInfo).values()
         return sorted(found, key=lambda info: (info.service, info.instance))
 
     async def _register(self, kind: str, name: str, blob: bytes, ttl_s: float) -> None:
@@ -203,7 +204,8 @@ class Bus:
             blobs = await self._redis.mget([self.key(kind, name) for name in names])
             dead = [name for name, blob in zip(names, blobs, strict=True) if blob is None]
             if dead:
-                await self._redis.srem(self.key(kind + "s"), *dead)
+                with contextlib.suppress(RedisError):  # who only asks may do so while writes are refused
+                    await self._redis.srem(self.key(kind + "s"), *dead)
             return {name: blob for name, blob in zip(names, blobs, strict=True) if blob is not None}
 
         return await self._call(read, f"list {kind}s")
@@ -355,6 +357,18 @@ class Bus:
         key = self.key("branches")
         return await self._call(lambda: self._redis.hget(key, branch), f"read branch {branch}")
 
+    async def load_branches(self) -> dict[str, bytes]:
+        """The records of all active branches. Raises BusError."""
+        found: _Hash = await self._call(lambda: self._redis.hgetall(self.key("branches")), "list branches")
+        return {name.decode(): blob for name, blob in found.items()}
+
+    async def leader(self, lease: str) -> str | None:
+        """Who holds the lease. Raises BusError."""
+        held: bytes | None = await self._call(
+            lambda: self._redis.get(self.key("lease", lease)), f"read the {lease} lease"
+        )
+        return None if held is None else held.decode().partition(" ")[2]
+
     async def load_segment(self, number: int) -> tuple[bytes | None, bytes]:
         """A segment's record, None when it does not exist, and its pages. Raises BusError."""
 
@@ -395,6 +409,20 @@ _HEADS = 5
 
 def _split(items: list[Any], at: int) -> tuple[list[Any], list[Any]]:
     return items[:at], items[at:]
+
+
+Info = TypeVar("Info", bound=msgspec.Struct)
+
+
+def _readable(blobs: Mapping[str, bytes], kind: type[Info]) -> dict[str, Info]:
+    """The entries that this version can read."""
+    found: dict[str, Info] = {}
+    for name, blob in blobs.items():
+        try:
+            found[name] = msgspec.msgpack.decode(blob, type=kind)
+        except msgspec.MsgspecError as error:
+            log.warning("entry_unreadable", name=name, error=error)
+    return found
 
 
 def _node_counts(table: _Hash) -> NodeCounts:

@@ -5,7 +5,7 @@ Rules that hold here
   on serving and publishing between them.
 - The body is a msgpack head (4 bytes little-endian give its length), then the pages of L1 and of L2, 8 bytes each.
   Its length is told beforehand: what was cut off is an error, and so is what is longer than the node can hold.
-- A reader waits READ_S for each piece, not for the whole.
+- A reader waits READ_S for each piece and WHOLE_S in all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from shared.messages import KvSnapshot, NodeInfo
 
 PATH = "/ei/v1/kv/snapshot"
 CHUNK_BYTES = 2**18
-READ_S = 10.0
+READ_S = 5.0
+WHOLE_S = 20.0
 CONNECT_S = 3.0
 SPARE_PAGES = 65_536  # beyond what the node registered, for a node that came back bigger
 _MOST_HEAD = 4096
@@ -61,9 +62,9 @@ async def send_snapshot(request: web.Request, snapshot: KvSnapshot) -> web.Strea
 
 
 async def fetch_snapshot(http: aiohttp.ClientSession, info: NodeInfo) -> KvSnapshot:
-    """The pages of the registered node. Raises SnapshotError."""
+    """The pages of the registered node in its present life. Raises SnapshotError."""
     most = (info.l1_tokens + info.l2_tokens) // max(1, info.page_size) + SPARE_PAGES
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
+    timeout = aiohttp.ClientTimeout(total=WHOLE_S, sock_connect=CONNECT_S, sock_read=READ_S)
     try:
         async with http.get(info.url + PATH, timeout=timeout) as answer:
             answer.raise_for_status()
@@ -74,8 +75,13 @@ async def fetch_snapshot(http: aiohttp.ClientSession, info: NodeInfo) -> KvSnaps
             pages = head.l1_pages, head.l2_pages
             if min(pages) < 0 or sum(pages) > most:
                 raise SnapshotError(f"{info.url}: a snapshot of {pages} pages, where {most} fit")
+            if (head.node, head.incarnation) != (info.node, info.incarnation) or not 0 <= head.seq < 2**63:
+                raise SnapshotError(
+                    f"{info.url}: a snapshot of {head.node} {head.incarnation}, event {head.seq}"
+                )
             l1, l2 = [await _read(answer.content, 8 * n) for n in pages]
-    except (aiohttp.ClientError, TimeoutError, OSError, EOFError, msgspec.MsgspecError) as error:
+    # ValueError: a host name that cannot be one.
+    except (aiohttp.ClientError, TimeoutError, OSError, EOFError, msgspec.MsgspecError, ValueError) as error:
         raise SnapshotError(f"{info.url}: {error or type(error).__name__}") from None
     return KvSnapshot(head.node, head.incarnation, head.seq, l1, l2)
 

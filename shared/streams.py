@@ -318,11 +318,19 @@ def _order(position: str) -> tuple[int, int]:
     return int(milliseconds), int(number or 0)
 
 
+def is_position(text: str) -> bool:
+    """Whether it is a place in a stream: "0", or milliseconds and a number."""
+    parts = text.split("-")
+    return len(parts) <= 2 and all(part.isascii() and part.isdigit() for part in parts)
+
+
 def read_entry(stream: str, entry_id: bytes, fields: Mapping[bytes, bytes]) -> Event | None:
     """The message of a stream entry; None, and a line in the log, when it cannot be read."""
     try:
         schema, producer, seq = int(fields[b"v"]), fields[b"p"].decode(), int(fields[b"n"])
         payload = fields[b"m"]
+        if not 0 < seq < 2**63:
+            raise ValueError(seq)
     except (KeyError, ValueError, UnicodeDecodeError):
         log.warning("entry_unreadable", stream=stream, id=entry_id.decode())
         return None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 
+import msgspec
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -690,12 +693,37 @@ def test_damaged_record_costs_only_its_branch() -> None:
     c.take()
     c.store.branches["1"] = b"\xff"
     c.directory = Directory(7200.0, 10.0)
-    assert c.directory.restore(c.store.load()) == (1, 0, 3)
+    assert c.directory.restore(c.store.load()) == (1, 0, 3, 0)
     assert [c.R("P1", page) for page in page_names("ss1")] == [1, 1, 0]
     c.oracle.end("1")
     c.worker["P1"].clear()
     c.directory.registered(c.infos, 0.0)
     c.directory.want_full()
+    c.check_stored()
+
+
+def test_state_that_cannot_be_read_is_left_out() -> None:
+    c = two_and_one()
+    c.serve("1", page_names("ss1"), "P1", "D1")
+    c.take()
+    c.store.state |= {"node:P1": b"\xc1", "producers": b"\xc1", "ended": b"\xc1"}
+    c.store.state["streams"] = msgspec.msgpack.encode({"branch": "abc", "roles": "5-1"})
+    c.directory = Directory(7200.0, 10.0)
+    assert c.directory.restore(c.store.load()) == (0, 0, 0, 3)
+    assert c.directory.positions["branch"] == "0" and c.directory.positions["roles"] == "5-1"
+    assert set(c.directory.nodes) == {"P2", "D1"}
+    assert c.R("P1", SYSTEM[0]) == 1 and c.directory.take().commit.state["node:P1"] is None
+
+
+@pytest.mark.parametrize("t", [math.inf, -math.inf, math.nan])
+def test_times_that_are_none_change_nothing(t: float) -> None:
+    c = two_and_one()
+    c.serve("1", page_names("ss1"), "P1")
+    c.send(BranchRequest("1", 0, 0, pack_pages([1]), t=t))
+    c.send(placed("1", "P2", P, t))
+    c.send(ended("1", t))
+    c.check()
+    c.end("1")
     c.check_stored()
 
 

@@ -1,8 +1,9 @@
 """No count is lost: every kind of process is killed (SIGKILL) at random moments while agents work.
 
 After each kill the agents go on, and once all is quiet `evolving directory verify` must find no difference, the
-counts in Redis must be those of a directory that read the same streams without a crash, and the nodes must know
-them. A Redis that dies alone comes back with its append-only file; a Sentinel primary is replaced by its replica.
+counts in Redis must be those of a directory that read the same streams without a crash, no message may be missing
+in these, and the nodes must know the counts. A Redis that dies alone comes back with its append-only file; a Sentinel
+primary is replaced by a replica that lacks what came last.
 """
 
 from __future__ import annotations
@@ -45,8 +46,20 @@ async def kill_redis(server: RedisServer, rng: random.Random) -> None:
     await asyncio.to_thread(server.start)
 
 
-async def kill_primary(group: SentinelGroup) -> None:
+def cut_off_replicas(group: SentinelGroup) -> None:
+    with group.primary().client() as client:
+        client.execute_command("CLIENT", "KILL", "TYPE", "REPLICA")
+
+
+async def kill_primary(group: SentinelGroup, rng: random.Random) -> None:
+    """While its replica lags, so that what came last is lost."""
+    (replica,) = await asyncio.to_thread(group.replicas)
+    replica.pause()
+    # Else the system's buffers hold what it has not read yet.
+    await asyncio.to_thread(cut_off_replicas, group)
+    await asyncio.sleep(rng.uniform(0.05, 0.4))
     dead = await asyncio.to_thread(group.kill_primary)
+    replica.resume()
     await asyncio.to_thread(group.wait_ready, 60.0)
     assert not dead.running
     await asyncio.to_thread(group.restart_dead)
@@ -81,7 +94,7 @@ async def with_sentinels(name: str, folder: Path, trials: int, seed: int = 0) ->
             for number in range(trials):
                 last = number == trials - 1
                 served = await trial(
-                    cluster, SEED + seed + 10_000 + number, lambda rng: kill_primary(group), command=last
+                    cluster, SEED + seed + 10_000 + number, lambda rng: kill_primary(group, rng), command=last
                 )
                 print(f"trial {number}: primary killed, {served} requests served, no difference", flush=True)
 

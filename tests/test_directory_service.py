@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
@@ -20,16 +21,20 @@ from shared.clock import Clock
 from shared.embedded import EmbeddedRedis, free_port
 from shared.kvsnapshot import send_snapshot
 from shared.messages import (
+    BranchEnded,
     CountsChanged,
     CountsFull,
     CountsWanted,
+    KvSnapshot,
     NodeInfo,
+    PagesStored,
     PathWanted,
     Phase,
     RoleAck,
     RoleStage,
     StreamMessage,
     Tier,
+    encode,
     unpack_pages,
 )
 from shared.streams import BusError, Event, Publisher
@@ -71,6 +76,7 @@ class Rig:
         self.sent: dict[str, int] = dict.fromkeys(NODES, 0)  # kv events of the node's present life
         self.lost_events: set[str] = set()
         self.snapshots = 0
+        self.wrong_snapshots: list[KvSnapshot] = []  # sent before right ones
         self.counts = {node: WorkerSide() for node in NODES}
         self.wanted: list[str] = []
         self._publishers: dict[tuple[str, str], Publisher] = {}
@@ -114,6 +120,8 @@ class Rig:
     async def _snapshot(self, request: web.Request) -> web.StreamResponse:
         node = request.match_info["node"]
         self.snapshots += 1
+        if self.wrong_snapshots:
+            return await send_snapshot(request, self.wrong_snapshots.pop(0))
         snapshot = snapshot_of(self.oracle, node, f"{node}.{self.lives[node]}", self.sent[node])
         return await send_snapshot(request, snapshot)
 
@@ -589,6 +597,62 @@ async def test_node_that_restarts_while_no_directory_runs(
                 await rig.something(rng)
             await directory.start()
             await rig.agrees()
+
+
+async def test_junk_stops_nothing(rig: Rig, redis_url: str, cluster_name: str) -> None:
+    """Entries, registrations and streams that no part of the cluster would make."""
+    rng = random.Random(13)
+    redis, key = rig.bus._redis, rig.bus.key
+    good = encode(BranchEnded("b"))
+    async with processes(redis_url, cluster_name, 1) as (directory,):
+        await eventually(directory.leads)
+        for _ in range(5):
+            await rig.something(rng)
+        for number in (10**30, 2**63, 0, -1):
+            await redis.xadd(key("stream", "branch"), {"v": 1, "p": "junk", "n": number, "m": good})
+        await redis.set(key("node", "nx"), b"\xc1")
+        await redis.sadd(key("nodes"), "nx")
+        # A node at an address that cannot be one, whose pages are wanted.
+        far = node_info("far", "far.0", P, url="http://" + "a" * 70 + ".x:80")
+        await rig.bus.register_node(far, 60.0)
+        await rig.publish("kv:far", "far.0", begun(P))
+        rig._publishers["kv:far", "far.0"]._seq += 1
+        await rig.publish("kv:far", "far.0", stored(Tier.L2, (1,)))
+        await rig.publish("kv:far", "far.0", PagesStored(Tier.L2, b"123"))
+        for _ in range(10):
+            await rig.something(rng)
+        await rig.agrees()
+        # An id that is ahead of Redis' clock, as after a failover to a server whose clock is behind.
+        await redis.xadd(
+            key("stream", "branch"),
+            {"v": 1, "p": "ahead", "n": 1, "m": encode(BranchEnded("nobody"))},
+            id=f"{int(time.time() * 1000) + 3_600_000}-0",
+        )
+        await rig.request("ahead", page_names("later"))
+        await asyncio.sleep(0.5)  # the order among streams is not known there: one after the other, then
+        await rig.place("ahead", "P1")
+        await rig.agrees()
+        assert directory.running
+
+
+async def test_snapshots_that_do_not_fit_are_asked_for_again(
+    rig: Rig, redis_url: str, cluster_name: str
+) -> None:
+    async with processes(redis_url, cluster_name, 1) as (directory,):
+        await eventually(directory.leads)
+        path = page_names("abcdef")
+        await rig.serve("one", path, "P1")
+        rig.wrong_snapshots = [
+            KvSnapshot("P1", "P1.older", 3, b"", b""),
+            KvSnapshot("P2", "P2.0", 3, b"", b""),
+            KvSnapshot("P1", "P1.0", 2**64 - 1, b"", b""),
+        ]
+        rig.oracle.remove("P1", Tier.L2, path[4:])
+        rig._publishers["kv:P1", "P1.0"]._seq += 1
+        rig.sent["P1"] += 1
+        await rig.evict("P1", path[3:4])
+        await rig.agrees(20.0)
+        assert not rig.wrong_snapshots and directory.running
 
 
 async def test_unreachable_redis_is_one_line_and_exit_code_2() -> None:

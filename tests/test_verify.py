@@ -122,7 +122,7 @@ def unreadable_node(store: Store) -> None:
     [
         (wrong_count, "R is 1, 2 branches count it"),
         (lost_count, "R is 0, 1 branches count it"),
-        (count_too_many, "node ghost: page 5: R is 1, 0 branches count it"),
+        (count_too_many, "node ghost: page 0000000000000005: R is 1, 0 branches count it"),
         (lost_branch, "pages that no branch's path has"),
         (unreadable_branch, "branch two: the record cannot be read"),
         (lost_segment, "has no record"),
@@ -168,14 +168,18 @@ async def write(bus: Bus, store: Store) -> None:
 
 async def test_commands(redis_url: str, cluster_name: str) -> None:
     bus = await Bus.connect(redis_url, cluster_name)
-    code, out, _ = await evolving(redis_url, cluster_name, "verify")
-    assert code == 0 and "0 branches" in out and out.endswith("no difference\n")
+    code, _, err = await evolving(redis_url, cluster_name, "verify")
+    assert code == 2 and "no directory has written anything" in err
     c = cluster()
     await write(bus, c.store)
 
     code, out, _ = await evolving(redis_url, cluster_name, "verify")
     assert code == 0, out
-    assert "2 branches, 1 moves under way, 19 pages of paths stored as 15" in out
+    assert "2 branches, 1 move under way; paths of 19 pages in all, stored as 15" in out
+    assert (
+        "test leads" in out
+        and "not compared with what the node holds (busy, or no answer): D1, P1, P2" in out
+    )
     assert out.endswith("no difference\n")
     code, out, _ = await evolving(redis_url, cluster_name, "verify", "--json")
     assert code == 0 and json.loads(out)["nodes"]["P2"]["counted"] == 15
@@ -183,21 +187,23 @@ async def test_commands(redis_url: str, cluster_name: str) -> None:
     code, out, _ = await evolving(redis_url, cluster_name, "show", "one")
     assert code == 0
     assert out.splitlines() == [
-        "branch one: version 1, 12 pages in 1 segments",
+        "branch one: version 1, 12 pages, stored in 1 segment",
         "  last placed for prefill on P2",
         "  last placed for decode on D1",
-        "  D1: counts 10 pages for decode; R 1 to 1",
-        "  P2: counts 12 pages for prefill; R 1 to 2",
+        "  D1: counts 10 pages for decode; each is counted by 1 to 1 branches",
+        "  P2: counts 12 pages for prefill; each is counted by 1 to 2 branches",
     ]
     code, out, _ = await evolving(redis_url, cluster_name, "show", "two", "--json")
     assert code == 0
     shown = json.loads(out)
     assert (shown["version"], shown["path_pages"], shown["segments"]) == (1, 7, 2)
     assert shown["moving_to"] == {"prefill": "P2"} and shown["nodes"]["P1"]["pages"] == 7
-    code, out, _ = await evolving(redis_url, cluster_name, "show", "nobody")
-    assert code == 1 and "no branch 'nobody' is active" in out
-    code, _, err = await evolving(redis_url, cluster_name, "show")
-    assert code == 2 and "give the branch to show" in err
+    code, _, err = await evolving(redis_url, cluster_name, "show", "nobody")
+    assert code == 1 and "no branch 'nobody' is active" in err
+    code, out, _ = await evolving(redis_url, cluster_name, "show")
+    assert code == 0 and out.startswith("2 active branches") and "one: version 1, 12 pages on D1, P2" in out
+    code, _, err = await evolving(redis_url, cluster_name, "verfy")
+    assert code == 2 and "known: verify, show" in err
 
     wrong_count(c.store)
     await write(bus, c.store)

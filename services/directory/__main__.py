@@ -14,6 +14,9 @@ def main(argv: Sequence[str]) -> int:
         from services.directory import command
 
         return (command.verify_main if words[0] == "verify" else command.show_main)(words[1:])
+    if words and not words[0].startswith("-"):
+        print(f"evolving: no command 'directory {words[0]}' (known: verify, show)", file=sys.stderr)
+        return 2
     from services.directory.service import DirectoryService
     from services.directory.settings import DirectorySettings
 

@@ -4,6 +4,8 @@ shown. Both only read."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 from typing import Annotated
 
 import aiohttp
@@ -13,13 +15,14 @@ from services.directory.core import BranchRecord
 from services.directory.paths import SegmentRecord
 from services.directory.verify import Paths, Report, verify
 from shared.bus import Bus
-from shared.config import ClusterSettings, Doc, load
+from shared.config import ClusterSettings, ConfigError, Doc, load
 from shared.kvsnapshot import SnapshotError, fetch_snapshot
 from shared.messages import KvSnapshot, NodeInfo, Phase
-from shared.redis_client import redis_url
+from shared.redis_client import redis_url, safe_url
 from shared.service import http_client
 
 SHOWN = 20  # differences printed
+LISTED = 50  # branches printed
 _PHASES = {1: "prefill", 2: "decode", 3: "prefill and decode"}
 
 
@@ -29,13 +32,12 @@ class VerifySettings(ClusterSettings, kw_only=True):
 
 
 class ShowSettings(ClusterSettings, kw_only=True):
-    branch: Annotated[str, Doc("the branch's id")] = ""
+    branch: Annotated[str, Doc("the branch's id; none lists the active branches")] = ""
     json: Annotated[bool, Doc("print JSON")] = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.branch:
-            raise ValueError("give the branch to show")
+
+class _Missing(Exception):
+    """What was asked for cannot be shown."""
 
 
 class NodeShown(msgspec.Struct):
@@ -62,13 +64,19 @@ async def _verify(settings: VerifySettings) -> int:
     try:
         # Nodes first: what they tell of may be ahead of the directory, never behind it.
         snapshots = await _snapshots(await bus.nodes()) if settings.ask_nodes else {}
-        report = verify(await bus.load_directory_at_once(), snapshots)
+        stored = await bus.load_directory_at_once()
+        if not stored.number:
+            raise ConfigError(
+                f"no directory has written anything in cluster {settings.cluster!r} at {safe_url(settings.redis)}"
+            )
+        report = verify(stored, snapshots)
+        leads = await bus.leader("directory")
     finally:
         await bus.close()
     if settings.json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        _print(report)
+        _print(report, leads)
     return 1 if report.differences else 0
 
 
@@ -85,10 +93,12 @@ async def _snapshots(nodes: dict[str, NodeInfo]) -> dict[str, KvSnapshot]:
     return {node: snapshot for node, snapshot in zip(nodes, found, strict=True) if snapshot is not None}
 
 
-def _print(report: Report) -> None:
+def _print(report: Report, leads: str | None) -> None:
+    print(f"{leads} leads" if leads else "no directory leads now: counts are as the last one left them")
     print(
-        f"batch {report.batch}: {report.branches} branches, {report.moves} moves under way, "
-        f"{report.path_pages} pages of paths stored as {report.stored_pages}"
+        f"batch {report.batch}: {_many(report.branches, 'branch', 'branches')}, "
+        f"{_many(report.moves, 'move')} under way; paths of {_many(report.path_pages, 'page')} in all, "
+        f"stored as {report.stored_pages}"
     )
     if report.nodes:
         print(
@@ -100,21 +110,53 @@ def _print(report: Report) -> None:
             f"{name:16} {node.phase or '?':8} {node.branches:8} {node.counted:9} {node.references:9} "
             f"{held:>9} {absent:>7}"
         )
+    apart = [name for name, node in report.nodes.items() if node.held is None]
+    if apart:
+        print(f"not compared with what the node holds (busy, or no answer): {', '.join(apart)}")
     for difference in report.differences[:SHOWN]:
         print(f"{difference.where}: {difference.what}")
     if len(report.differences) > SHOWN:
         print(f"... and {len(report.differences) - SHOWN} more (--json prints all)")
     found = len(report.differences)
-    print("no difference" if not found else f"{found} difference{'s' if found > 1 else ''}")
+    print("no difference" if not found else _many(found, "difference"))
+
+
+def _many(count: int, one: str, more: str = "") -> str:
+    return f"{count} {one if count == 1 else more or one + 's'}"
+
+
+async def _list(bus: Bus, settings: ShowSettings) -> int:
+    records: dict[str, BranchRecord] = {}
+    for name, blob in (await bus.load_branches()).items():
+        with contextlib.suppress(msgspec.MsgspecError):
+            records[name] = msgspec.msgpack.decode(blob, type=BranchRecord)
+    newest = sorted(records, key=lambda name: -records[name].last_t)
+    if settings.json:
+        print(msgspec.json.format(msgspec.json.encode(newest)).decode())
+        return 0
+    print(f"{_many(len(newest), 'active branch', 'active branches')} in cluster {settings.cluster!r}")
+    for name in newest[:LISTED]:
+        record = records[name]
+        nodes = ", ".join(sorted(record.counted))
+        print(
+            f"  {name}: version {record.version}, {_many(record.path_pages, 'page')} on {nodes or 'no node'}"
+        )
+    if len(newest) > LISTED:
+        print(f"  ... and {len(newest) - LISTED} that were quiet for longer (--json prints all)")
+    return 0
 
 
 async def _show(settings: ShowSettings) -> int:
     bus = await Bus.connect(redis_url(settings), settings.cluster)
     try:
+        if not settings.branch:
+            return await _list(bus, settings)
         blob = await bus.load_branch(settings.branch)
         if blob is None:
-            print(f"no branch {settings.branch!r} is active in cluster {settings.cluster!r}")
-            return 1
+            raise _Missing(
+                f"no branch {settings.branch!r} is active in cluster {settings.cluster!r} "
+                "(evolving directory show lists those that are)"
+            )
         record = msgspec.msgpack.decode(blob, type=BranchRecord)
         segments: dict[int, bytes] = {}
         pages: dict[int, bytes] = {}
@@ -127,15 +169,22 @@ async def _show(settings: ShowSettings) -> int:
             number = msgspec.msgpack.decode(segment, type=SegmentRecord).parent
         path = Paths(segments, pages).path(record.segment, record.path_pages)
         if path is None:
-            print(f"branch {settings.branch!r}: its path is damaged (evolving directory verify tells more)")
-            return 1
+            raise _Missing(
+                f"branch {settings.branch!r}: its path is damaged (evolving directory verify tells more)"
+            )
         nodes: dict[str, NodeShown] = {}
         for node, c in sorted(record.counted.items()):
             holes = set(c.holes)
             counted = path[[depth for depth in range(c.pages) if depth not in holes]]
             counts = await bus.load_counts(node, counted)
             least, most = (int(counts.min()), int(counts.max())) if counts.size else (0, 0)
-            nodes[node] = NodeShown(len(counted), len(holes), _PHASES[c.phases], least, most)
+            nodes[node] = NodeShown(len(counted), len(holes), _PHASES.get(c.phases, "no phase"), least, most)
+    except (_Missing, msgspec.MsgspecError) as error:
+        text = (
+            f"branch {settings.branch!r}: {error}" if isinstance(error, msgspec.MsgspecError) else str(error)
+        )
+        print(f"evolving: {text}", file=sys.stderr)
+        return 1
     finally:
         await bus.close()
     shown = BranchShown(
@@ -152,7 +201,8 @@ async def _show(settings: ShowSettings) -> int:
         print(msgspec.json.format(msgspec.json.encode(shown)).decode())
         return 0
     print(
-        f"branch {shown.branch}: version {shown.version}, {shown.path_pages} pages in {shown.segments} segments"
+        f"branch {shown.branch}: version {shown.version}, {_many(shown.path_pages, 'page')}, "
+        f"stored in {_many(shown.segments, 'segment')}"
     )
     for phase, node in shown.placed.items():
         print(f"  last placed for {phase} on {node}")
@@ -161,7 +211,8 @@ async def _show(settings: ShowSettings) -> int:
     for node, found in nodes.items():
         evicted = f", {found.evicted} evicted" if found.evicted else ""
         print(
-            f"  {node}: counts {found.pages} pages for {found.phases}{evicted}; R {found.least} to {found.most}"
+            f"  {node}: counts {found.pages} pages for {found.phases}{evicted}; "
+            f"each is counted by {found.least} to {found.most} branches"
         )
     return 0
 
@@ -176,7 +227,7 @@ def verify_main(argv: list[str]) -> int:
 
 
 def show_main(argv: list[str]) -> int:
-    summary = "Show a branch's version, path length, nodes and counts."
+    summary = "Show a branch's version, path length, nodes and counts, or list the active branches."
     return asyncio.run(
         _show(
             load(

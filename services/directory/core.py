@@ -18,6 +18,7 @@ Rules that hold here
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ from shared.messages import (
     RoleAck,
     RoleStage,
 )
-from shared.streams import Event
+from shared.streams import Event, is_position
 
 STREAMS = ("branch", "roles", "resync")
 MAX_PRODUCERS = 64  # routers whose last number on `branch` is remembered
@@ -116,6 +117,7 @@ class Damage(NamedTuple):
     branches: int  # records that cannot be read, or whose path is damaged
     segments: int
     counts: int  # saved counts that differ from what the branch records say
+    others: int = 0  # nodes, positions and numbers
 
     def __bool__(self) -> bool:
         return any(self)
@@ -193,6 +195,9 @@ class Directory:
         return True
 
     def _branch_event(self, message: object, now: float) -> None:
+        if isinstance(message, BranchRequest | BranchPlaced | BranchEnded) and not math.isfinite(message.t):
+            self.stats["unreadable"] += 1
+            return
         if isinstance(message, BranchRequest):
             self._request(message, now)
         elif isinstance(message, BranchPlaced):
@@ -294,8 +299,10 @@ class Directory:
     def snapshot(self, node: str, snapshot: KvSnapshot) -> bool:
         """The node's pages. False when another snapshot is needed."""
         record = self.nodes.get(node)
-        if record is None or snapshot.incarnation != record.incarnation:
-            return True  # of another life of the node: not of interest any more
+        if record is None or self.follower.synced(node):
+            return True
+        if snapshot.incarnation != record.incarnation:
+            return False  # of a life that has not begun here, or is over
         self.stats["snapshots"] += 1
         done = self.follower.snapshot(node, snapshot)
         if done:
@@ -451,17 +458,29 @@ class Directory:
         """Continue from what was written, in a new object. What is damaged is left out, and `take` writes it anew."""
         state = stored.state
         self._number = stored.number
-        if "streams" in state:
-            self.positions.update(_positions.decode(state["streams"]))
-        if "producers" in state:
-            self._producers = _numbers.decode(state["producers"])
+        unreadable = 0
+        ended: dict[str, float] = {}
         for field, blob in state.items():
-            if field.startswith("node:"):
-                self.nodes[field.removeprefix("node:")] = _node_records.decode(blob)
+            try:
+                if field.startswith("node:"):
+                    known = _node_records.decode(blob)
+                    if not is_position(known.position):
+                        raise ValueError(known.position)
+                    self.nodes[field.removeprefix("node:")] = known
+                elif field == "streams":
+                    positions = _positions.decode(blob)
+                    self.positions.update({s: p for s, p in positions.items() if is_position(p)})
+                elif field == "producers":
+                    self._producers = _numbers.decode(blob)
+                elif field == "ended":
+                    ended = _times.decode(blob)
+            except (msgspec.MsgspecError, ValueError):
+                # A node begins anew; streams are read from their start, and what was applied is known by its number.
+                unreadable += 1
+                if field.startswith("node:"):
+                    self._dirty_nodes.add(field.removeprefix("node:"))
         branches, damage = self._restore_branches(stored)
-        self.table.restore(
-            [branch for branch, _ in branches], _times.decode(state["ended"]) if "ended" in state else {}
-        )
+        self.table.restore([branch for branch, _ in branches], ended)
         for branch, record in branches:
             counted = {n: Counted(c.pages, c.phases, set(c.holes)) for n, c in record.counted.items()}
             self.counts.restore(branch.name, counted, record.pending, branch.path)
@@ -470,7 +489,7 @@ class Directory:
         for node in sorted({*stored.counts, *self.counts.nodes()}):
             saved = stored.counts.get(node, NO_COUNTS)
             differ += self.counts.adopt(node, saved.pages, saved.counts)
-        return damage._replace(counts=differ)
+        return damage._replace(counts=differ, others=unreadable)
 
     def _restore_branches(self, stored: Stored) -> tuple[list[tuple[Branch, BranchRecord]], Damage]:
         paths = self.table.paths

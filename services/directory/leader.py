@@ -47,11 +47,15 @@ POSITIONS_S = 1.0  # positions alone are written this often
 RECOVERY_LEASES = 0.5  # lease times that a term waits for the nodes' pages before it begins
 MILLISECOND_S = 0.0011
 TURN_S = 0.005  # between two batches, at least: a batch costs the same for one event as for ten
-EVENTS_A_COMMIT = 2000
-PAGES_A_COMMIT = 20_000  # the event loop stands still while a batch is made, and the lease must be renewed
+AHEAD_S = 0.2  # that an event waits for its millisecond to be over, in case Redis' clock went back
+EVENTS_A_LOOK = 16
+# The event loop stands still while a batch is made, and the lease must be renewed.
+PAGES_A_COMMIT = 20_000
+APPLY_LEASES = 0.1
 MAX_HELD = 50_000  # events kept back for the order between streams
 REWIND_S = 10.0  # for the events between a saved position and a snapshot
 SNAPSHOTS_AT_ONCE = 8
+AGAIN_S = 0.2  # before a node is asked again whose snapshot did not do
 
 T = TypeVar("T")
 
@@ -88,7 +92,7 @@ class Term:
         self._fetching: set[str] = set()
         self._slots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
         self._arrived: deque[_Arrived] = deque()
-        self._held: list[Event] = []
+        self._held: list[tuple[float, Event]] = []  # since when
         self._committed = 0  # number of the batch that Redis has for certain
         self._written_s = 0.0
         self._looked_s = 0.0
@@ -125,6 +129,7 @@ class Term:
         stored = await self._insist(self._bus.load_directory, "load")
         # In a thread: with millions of counts it takes seconds, in which the lease must be renewed.
         damage = await asyncio.to_thread(directory.restore, stored)
+        check_cancelled()
         self._committed = directory.written
         if damage:
             self._log.error("state_damaged", **damage._asdict())
@@ -148,7 +153,9 @@ class Term:
         while True:
             check_cancelled()
             try:
-                return await command()
+                found = await command()
+                check_cancelled()
+                return found
             except BusError as error:
                 self._log.warning("redis_failed", what=what, error=error)
                 await backoff.wait()
@@ -160,22 +167,30 @@ class Term:
         if self._held:
             await asyncio.sleep(max(MILLISECOND_S, self._written_s + TURN_S - time.monotonic()))
         wait_s = 0.0 if self._held or self._arrived else 0.1 if self._fetching else READ_S
-        events = self._held + await self._reader.read(wait_s)
-        self._held = []
+        read = await self._reader.read(wait_s)
+        check_cancelled()
+        now = time.monotonic()
+        held, self._held = self._held, []
+        arrived = held + [(now, event) for event in read]
+        events = [event for _, event in arrived]
         self._take_arrived()
         due = time.monotonic() - self._looked_s >= REGISTRY_S or any(map(self._is_of_new_node, events))
         if due and await self._look_at_registry():
             # What a new node published may belong before these.
-            self._held = events
+            self._held = arrived
             return
-        events = self._in_order(events)
+        events = self._in_order(arrived, now)
         for number, event in enumerate(events, 1):
             self._service.events.labels(event.stream.partition(":")[0]).inc()
             if self.directory.apply(event, self._clock.now()):
                 self._want_snapshot(event.stream.removeprefix(KV_STREAM))
-            if number % EVENTS_A_COMMIT == 0 or self.directory.counts.changed_pages > PAGES_A_COMMIT:
+            if number % EVENTS_A_LOOK == 0 and (
+                self.directory.counts.changed_pages > PAGES_A_COMMIT
+                or time.monotonic() - now > APPLY_LEASES * self._lease.ttl_s
+            ):
                 self._seen(event)
                 await self._write()
+                now = time.monotonic()
         if events:
             self._seen(events[-1])
         self.directory.expire(self._clock.now())
@@ -188,20 +203,25 @@ class Term:
     def _seen(self, event: Event) -> None:
         self.lag_s = max(0.0, time.time() - int(event.position.partition("-")[0]) / 1000)
 
-    def _in_order(self, events: list[Event]) -> list[Event]:
+    def _in_order(self, arrived: list[tuple[float, Event]], now: float) -> list[Event]:
         """Events in the order of their positions; those that others may still precede are kept back."""
-        events.sort(key=in_order_key)
-        if len(events) > MAX_HELD:
-            self._log.warning("order_given_up", events=len(events))
-            return events
+        arrived.sort(key=lambda entry: in_order_key(entry[1]))
+        if len(arrived) > MAX_HELD:
+            self._log.warning("order_given_up", events=len(arrived))
+            return [event for _, event in arrived]
         read: dict[str, tuple[int, Event]] = {}
-        for event in events:
+        for _, event in arrived:
             read[event.stream] = read.get(event.stream, (0, event))[0] + 1, event
         # A stream that gave as much as a read may have has more, at later positions than these.
-        cuts = [in_order_key(last) for count, last in read.values() if count >= BATCH]
-        cut = min([*cuts, (self._reader.whole_ms + 1, "", 0)])
-        ready = [event for event in events if in_order_key(event) <= cut]
-        self._held = events[len(ready) :]
+        cut = min((in_order_key(last) for count, last in read.values() if count >= BATCH), default=None)
+        whole_ms = self._reader.whole_ms
+        ready: list[Event] = []
+        for at, (since, event) in enumerate(arrived):
+            key = in_order_key(event)
+            if (cut is not None and key > cut) or (key[0] > whole_ms and now - since < AHEAD_S):
+                self._held = arrived[at:]
+                break
+            ready.append(event)
         return ready
 
     async def _write(self) -> None:
@@ -294,7 +314,7 @@ class Term:
             again = snapshot is not None and not self.directory.snapshot(node, snapshot)
             self._follow(node)
             if again:
-                self._want_snapshot(node)
+                self._spawn_fetch(node, self._fetch_later)
 
     def _want_snapshot(self, node: str) -> None:
         self._spawn_fetch(node, self._fetch)
@@ -327,6 +347,11 @@ class Term:
                     self._log.warning("snapshot_failed", node=node, failures=failures + 1, error=error)
                 failures += 1
             await backoff.wait()
+
+    async def _fetch_later(self, node: str) -> KvSnapshot | None:
+        """As `_fetch`, when the last one did not do."""
+        await asyncio.sleep(AGAIN_S)
+        return await self._fetch(node)
 
     async def _recover(self, node: str) -> KvSnapshot | None:
         """The pages of a node known from before, as of its last event that was applied; None when the node is gone

@@ -12,7 +12,7 @@ Rules that hold here
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,6 +21,9 @@ from services.directory.core import BranchRecord, NodeRecord
 from services.directory.paths import EMPTY_PATH, SegmentRecord
 from shared.bus import NO_COUNTS, Stored
 from shared.messages import KvSnapshot, PageArray, Phase, unpack_pages
+from shared.streams import is_position
+
+SHOWN_PAGES = 5  # differences of single pages, a node
 
 
 class Difference(NamedTuple):
@@ -103,9 +106,26 @@ class Paths:
                 yield number, f"keeps {segment[0].pages - used} pages that no branch's path has"
 
 
+def _other_state(stored: Stored) -> Iterator[Difference]:
+    """Positions and numbers that cannot be read."""
+    kinds: dict[str, Any] = {
+        "streams": dict[str, str], "producers": dict[str, int], "ended": dict[str, float]
+    }  # fmt: skip
+    for field, kind in kinds.items():
+        if field in stored.state:
+            try:
+                value = msgspec.msgpack.decode(stored.state[field], type=kind)
+            except msgspec.MsgspecError as error:
+                yield Difference(field, f"cannot be read: {error}")
+                continue
+            for stream, position in value.items() if field == "streams" else ():
+                if not is_position(position):
+                    yield Difference(field, f"{position!r} is no position on {stream}")
+
+
 def verify(stored: Stored, snapshots: Mapping[str, KvSnapshot]) -> Report:
     """Rebuild and compare. `snapshots`: what nodes that answered hold now."""
-    differences: list[Difference] = []
+    differences: list[Difference] = list(_other_state(stored))
     nodes: dict[str, NodeCheck] = {}
     records: dict[str, NodeRecord] = {}
     for field, blob in stored.state.items():
@@ -135,8 +155,12 @@ def verify(stored: Stored, snapshots: Mapping[str, KvSnapshot]) -> Report:
         path_pages += path.size
         moves += len(branch.pending)
         for node, c in branch.counted.items():
-            if c.pages > path.size or any(not 0 <= depth < c.pages for depth in c.holes):
+            if not 0 <= c.pages <= path.size or any(not 0 <= depth < c.pages for depth in c.holes):
                 text = f"counts {c.pages} pages on {node} of a path of {path.size}"
+                differences.append(Difference(f"branch {name}", text))
+                continue
+            if not 0 < c.phases <= 3:
+                text = f"counts pages on {node} for no phase ({c.phases})"
                 differences.append(Difference(f"branch {name}", text))
                 continue
             kept = np.ones(c.pages, dtype=np.bool_)
@@ -182,8 +206,11 @@ def _compare(
     has[np.searchsorted(every, saved.pages)] = saved.counts
     wrong = np.flatnonzero(should != has)
     check.wrong = int(wrong.size)
-    for at in wrong.tolist():
-        yield Difference(f"node {node}", f"page {every[at]}: R is {has[at]}, {should[at]} branches count it")
+    for at in wrong[:SHOWN_PAGES].tolist():
+        name = int(every[at]) & (1 << 64) - 1
+        yield Difference(f"node {node}", f"page {name:016x}: R is {has[at]}, {should[at]} branches count it")
+    if wrong.size > SHOWN_PAGES:
+        yield Difference(f"node {node}", f"R is wrong of {wrong.size - SHOWN_PAGES} pages more")
     if held is not None:
         check.held = int(held.size)
         check.absent = int(np.count_nonzero(~np.isin(saved.pages, held)))
