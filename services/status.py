@@ -45,6 +45,7 @@ class Status(msgspec.Struct):
     decode: int
     nodes: list[NodeLine]
     services: list[ServiceInfo]
+    leaders: list[str] = []  # instances of directory and planner that hold their lease
     kv_hit_rate: float | None = None  # None without telemetry
     req_per_s: float | None = None
     requests: int | None = None
@@ -97,6 +98,7 @@ async def collect(bus: Bus) -> Status:
         decode=decode,
         nodes=lines,
         services=services,
+        leaders=[holder for name in ("directory", "planner") if (holder := await bus.leader(name))],
     )
     for service in services:
         if service.service == "telemetry":
@@ -154,7 +156,10 @@ def _show(status: Status) -> None:
             f"{status.requests} requests, {status.failed} failed, {rate} req/s, KV hit rate {hit}, "
             f"{status.switches} switches"
         )
-    running = ", ".join(f"{info.service} {info.url}" for info in status.services)
+    running = ", ".join(
+        f"{info.service} {info.url}{' (leads)' if info.instance in status.leaders else ''}"
+        for info in status.services
+    )
     console.print(f"services: {running or 'none'}")
 
 

@@ -52,6 +52,7 @@ class DirectoryService(Service):
         self.stats: Counter[str] = Counter()
         self._term: Term | None = None
         self._asked = False
+        self._failing: str | None = None  # why the lease cannot be asked for
         registry = self.metrics
         self.events = prometheus_client.Counter(
             "ei_directory_events", "Events applied, by stream", ["stream"], registry=registry
@@ -80,10 +81,11 @@ class DirectoryService(Service):
                 token = await self._lease.acquire()
             except BusError as error:
                 self.log.warning("redis_failed", error=error)
+                self._failing = str(error)
                 await backoff.wait()
                 continue
             backoff.reset()
-            self._asked = True
+            self._asked, self._failing = True, None
             if token is None:
                 # Just after its end, if it ends, and now and then, for its holder may give it up.
                 await asyncio.sleep(min(self._lease.ttl_s / 4, self._lease.free_in_s + 0.01))
@@ -100,6 +102,8 @@ class DirectoryService(Service):
         await self._lease.release()
 
     def ready(self) -> str | None:
+        if self._failing is not None:
+            return self._failing
         if not self._asked:
             return "has not asked for the lease yet"
         if self._term is not None and not self._term.begun:
