@@ -234,7 +234,12 @@ class _Bound(AbstractConnection):
         # Else redis-py reconnects here: to the server that failed, past the sentinels, and without the WATCH.
         if not self.is_connected:
             raise ConnectionError("the connection to Redis was lost")
-        await super().send_packed_command(command, check_health=check_health)
+        try:
+            await super().send_packed_command(command, check_health=check_health)
+        except RuntimeError as error:
+            # uvloop's word for a connection that went under a write.
+            await self.disconnect(nowait=True)
+            raise ConnectionError(f"the connection to Redis was lost: {error}") from None
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
         try:

@@ -662,3 +662,22 @@ async def _cannot_write(url: str) -> str:
         return ""
 
     return str(await eventually(refused))
+
+
+def test_a_connection_that_goes_under_a_write_is_an_error_of_the_connection(binary: str) -> None:
+    """uvloop, which the services run on, has an exception of its own for that."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def write() -> None:
+        client = open_redis(server.url)
+        await client.ping()
+        connection = await client.connection_pool.get_connection()
+        connection._writer.transport.abort()
+        with pytest.raises(ConnectionError):
+            await connection.send_packed_command(connection.pack_command("PING"))
+        await client.connection_pool.release(connection)
+        assert await client.ping()
+        await client.aclose()
+
+    with RedisServer(binary) as server, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(write())
