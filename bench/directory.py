@@ -54,6 +54,7 @@ from shared.messages import (
     Tier,
     pack_pages,
 )
+from shared.service import give_back_memory
 from shared.streams import Event, Publisher
 
 STEP_PAGES = 100
@@ -464,6 +465,7 @@ def _churn(pages: int, out: multiprocessing.connection.Connection) -> None:
                 directory.apply(feed.event(stream, message), 0.0)
             directory.take()
     gc.collect()
+    give_back_memory()  # as every service does once a minute
     begun = rss_mb()
     most = begun
     for step in steps:
@@ -476,6 +478,7 @@ def _churn(pages: int, out: multiprocessing.connection.Connection) -> None:
             held = len(directory.index), sum(directory.counts.counted_pages(f"n{k}") for k in range(NODES))
             assert held == (pages, pages), held
     gc.collect()
+    give_back_memory()
     assert len(directory.index) == 0 and not directory.counts.nodes()
     out.send((begun, most, rss_mb()))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -38,8 +39,15 @@ from shared.redis_client import redis_url
 from shared.streams import Backoff, BusError
 
 SHUTDOWN_S = 10.0
+MEMORY_S = 60.0  # between returns of freed memory
 REGISTER_TTL_S = 5.0
 MAX_BODY_BYTES = 64 * 2**20
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the system, which the C library keeps where something small lies behind it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def http_client(timeout_s: float = 10.0, connections: int = 256) -> aiohttp.ClientSession:
@@ -200,6 +208,7 @@ class Service:
             gc.freeze()
             self._started = True
             self.spawn(self._keep_registered(), "register")
+            self.spawn(self._keep_small(), "memory")
             self.log.info("started", url=self.url, cluster=self.settings.cluster, pid=os.getpid())
             main = self.spawn(self.main_loop(), "main_loop")
             stopped = asyncio.ensure_future(self._stop.wait())
@@ -229,6 +238,11 @@ class Service:
         if self._stop.is_set():
             os._exit(130)
         self._stop.set()
+
+    async def _keep_small(self) -> None:
+        while True:
+            await asyncio.sleep(MEMORY_S)
+            give_back_memory()
 
     async def _keep_registered(self) -> None:
         backoff = Backoff(first_s=0.2)
