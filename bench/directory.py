@@ -55,6 +55,7 @@ from shared.messages import (
     pack_pages,
 )
 from shared.service import give_back_memory
+from shared.store import DirectoryStore
 from shared.streams import Event, Publisher
 
 STEP_PAGES = 100
@@ -225,9 +226,9 @@ class Cluster:
 
     async def stored(self) -> tuple[str, int]:
         """Position on `branch` and number of the batch that Redis has."""
-        directory = (await self.bus._redis.hget(self.bus.key("directory"), "streams")) or b""
+        directory = (await self.bus.redis.hget(self.bus.key("directory"), "streams")) or b""
         positions = msgspec.msgpack.decode(directory, type=dict[str, str]) if directory else {}
-        return positions.get("branch", "0"), await self.bus.committed()
+        return positions.get("branch", "0"), await DirectoryStore(self.bus).committed()
 
     async def until_stored(self, timeout_s: float = 120.0) -> None:
         (last,) = await self.bus.last("branch", 1)
@@ -376,8 +377,8 @@ async def start(pages: int = 1_000_000) -> dict[str, float]:
             await c.until_stored()
         finally:
             first.kill()
-        counted = sum([await c.bus._redis.hlen(c.bus.key("count", node)) for node in c.agents._nodes])
-        await c.bus._redis.delete(c.bus.key("lease", "directory"))
+        counted = sum([await c.bus.redis.hlen(c.bus.key("count", node)) for node in c.agents._nodes])
+        await c.bus.redis.delete(c.bus.key("lease", "directory"))
         started = time.perf_counter()
         second = DirectoryProcess(c.url, "bench")
         try:

@@ -309,11 +309,12 @@ class Reader:
     def _rewind(self) -> None:
         """Go back by REWIND_S, not further than where reading began; what was seen is dropped again."""
         for stream, position in self.positions.items():
-            earlier = f"{max(0, _order(position)[0] - int(REWIND_S * 1000))}-0"
-            self.positions[stream] = max(earlier, self._begun[stream], key=_order)
+            earlier = f"{max(0, order(position)[0] - int(REWIND_S * 1000))}-0"
+            self.positions[stream] = max(earlier, self._begun[stream], key=order)
 
 
-def _order(position: str) -> tuple[int, int]:
+def order(position: str) -> tuple[int, int]:
+    """Milliseconds of Redis' clock, and the number among those of that millisecond."""
     milliseconds, _, number = position.partition("-")
     return int(milliseconds), int(number or 0)
 

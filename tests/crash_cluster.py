@@ -25,6 +25,7 @@ from shared.bus import Bus
 from shared.embedded import free_port
 from shared.kvsnapshot import fetch_snapshot
 from shared.messages import NodeState, unpack_pages
+from shared.store import DirectoryStore
 from shared.streams import Event, read_entry
 from tests.conftest import eventually
 
@@ -155,7 +156,7 @@ class CrashCluster:
         self._unapplied = []
         wanted = self._without_crash
         assert not wanted.unsynced(), wanted.unsynced()
-        stored = await self.bus.load_directory_at_once()
+        stored = await DirectoryStore(self.bus).load_at_once()
         positions = msgspec.msgpack.decode(stored.state.get("streams", b"\x80"), type=dict[str, str])
         for stream in ("branch", "roles"):
             for event in await self.bus.last(stream, 1):
@@ -192,7 +193,7 @@ class CrashCluster:
         before = len(self._unapplied)
         for stream in ("branch", "roles", "resync", *(f"kv:{node}" for node in NODES)):
             first = f"({self._positions[stream]}" if stream in self._positions else "-"
-            for entry_id, fields in await self.bus._redis.xrange(self.bus.key("stream", stream), min=first):
+            for entry_id, fields in await self.bus.redis.xrange(self.bus.key("stream", stream), min=first):
                 self._positions[stream] = entry_id.decode()
                 event = read_entry(stream, entry_id, fields)
                 assert event is not None

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from shared.bus import Commit, NodeCounts, Stored
 from shared.messages import (
     Began,
     BranchEnded,
@@ -28,6 +27,7 @@ from shared.messages import (
     Tier,
     pack_pages,
 )
+from shared.store import Commit, NodeCounts, Stored
 from shared.streams import Event
 
 Path = tuple[int, ...]

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from shared import messages as m
-from shared.bus import Bus, Commit, NodeCounts, NotLeader, StateLost
+from shared.bus import Bus, NotLeader
 from shared.embedded import EmbeddedRedis
+from shared.store import Commit, DirectoryStore, NodeCounts, StateLost
 from shared.streams import BusError
 from tests.conftest import eventually
 
@@ -73,7 +74,7 @@ async def test_unknown_tag_and_newer_schema_are_skipped(redis_url, cluster_name)
         {"x": "y"},
         {"v": m.SCHEMA, "p": "r", "n": 4, "m": good},
     ):
-        await bus._redis.xadd(key, fields)
+        await bus.redis.xadd(key, fields)
     reader = bus.reader({"branch": "0"})
     got = await _drain(reader, 1)
     assert [(event.seq, event.message) for event in got] == [(4, m.BranchEnded("b"))]
@@ -106,7 +107,7 @@ async def test_nothing_is_lost_when_redis_is_killed_and_comes_back(cluster_name)
 
 
 async def _fsynced(bus) -> bool:
-    info = await bus._redis.info("persistence")
+    info = await bus.redis.info("persistence")
     return info["aof_pending_bio_fsync"] == 0 and info["aof_buffer_length"] == 0
 
 
@@ -162,9 +163,9 @@ async def test_commit_is_absolute_fenced_and_loads_back(redis_url, cluster_name)
         pages={1: (0, m.pack_pages([1, 2, 3])), 2: (0, m.pack_pages([4]))},
         state={"branch": b"1-1", "gone": b"x"},
     )
-    await bus.commit(one, batch)
-    await bus.commit(one, batch)
-    for load in (bus.load_directory, bus.load_directory_at_once):
+    await DirectoryStore(bus).commit(one, batch)
+    await DirectoryStore(bus).commit(one, batch)
+    for load in (DirectoryStore(bus).load, DirectoryStore(bus).load_at_once):
         stored = await load()
         assert {n: as_table(c) for n, c in stored.counts.items()} == {"n1": {5: 2, -7: 1}, "n2": {1: 1}}
         assert stored.number == 1 and stored.branches == {"b": b"record"}
@@ -178,16 +179,16 @@ async def test_commit_is_absolute_fenced_and_loads_back(redis_url, cluster_name)
         pages={1: (2, m.pack_pages([8, 9]))},
         state={"gone": None},
     )
-    await bus.commit(one, batch)
-    stored = await bus.load_directory()
+    await DirectoryStore(bus).commit(one, batch)
+    stored = await DirectoryStore(bus).load()
     assert {n: as_table(c) for n, c in stored.counts.items()} == {"n1": {-7: 1}}
     assert stored.segments == {1: b"segment"} and stored.pages == {1: m.pack_pages([1, 2, 8, 9])}
     assert stored.state == {"branch": b"1-1"}
     await eventually(two.acquire, 5.0)
     with pytest.raises(NotLeader):
-        await bus.commit(one, Commit(3, counts={"n1": counts_of(p1=1)}))
-    await bus.commit(two, Commit(3, branches={"b": None}))
-    assert (await bus.load_directory()).branches == {} and await bus.committed() == 3
+        await DirectoryStore(bus).commit(one, Commit(3, counts={"n1": counts_of(p1=1)}))
+    await DirectoryStore(bus).commit(two, Commit(3, branches={"b": None}))
+    assert (await DirectoryStore(bus).load()).branches == {} and await DirectoryStore(bus).committed() == 3
     await bus.close()
 
 
@@ -196,11 +197,11 @@ async def test_commit_on_top_of_a_batch_that_redis_lost_is_refused(redis_url, cl
     lease = bus.lease("directory", "one", 30.0)
     await lease.acquire()
     for number in (1, 2, 3):
-        await bus.commit(lease, Commit(number, state={"s": b"%d" % number}))
-    await bus._redis.set(bus.key("commit"), 2)  # as a replica that lagged has it
+        await DirectoryStore(bus).commit(lease, Commit(number, state={"s": b"%d" % number}))
+    await bus.redis.set(bus.key("commit"), 2)  # as a replica that lagged has it
     with pytest.raises(StateLost):
-        await bus.commit(lease, Commit(4, state={"s": b"4"}))
-    assert (await bus.load_directory()).state == {"s": b"3"}
+        await DirectoryStore(bus).commit(lease, Commit(4, state={"s": b"4"}))
+    assert (await DirectoryStore(bus).load()).state == {"s": b"3"}
     await bus.close()
 
 
@@ -209,24 +210,24 @@ async def test_tokens_grow_when_a_failover_took_the_fence_back(redis_url, cluste
     one, two = bus.lease("directory", "one", 30.0), bus.lease("directory", "two", 30.0)
     first = await one.acquire()
     await asyncio.sleep(0.005)
-    await bus._redis.delete(bus.key("lease", "directory"), bus.key("fence", "directory"))
+    await bus.redis.delete(bus.key("lease", "directory"), bus.key("fence", "directory"))
     second = await two.acquire()
     assert first is not None and second is not None and second > first
     with pytest.raises(NotLeader):
-        await bus.commit(one, Commit(1))
+        await DirectoryStore(bus).commit(one, Commit(1))
     await bus.close()
 
 
 async def lose_tail(bus, stream, producer, kept):
     """As a failover to a replica that lagged: the stream's newest messages and the producer's number go back."""
     key = bus.key("stream", stream)
-    for entry_id, fields in await bus._redis.xrange(key):
+    for entry_id, fields in await bus.redis.xrange(key):
         if fields[b"p"] == producer.encode() and int(fields[b"n"]) > kept:
-            await bus._redis.xdel(key, entry_id)
+            await bus.redis.xdel(key, entry_id)
     if kept:
-        await bus._redis.set(bus.key("number", stream, producer), kept)
+        await bus.redis.set(bus.key("number", stream, producer), kept)
     else:
-        await bus._redis.delete(bus.key("number", stream, producer))
+        await bus.redis.delete(bus.key("number", stream, producer))
 
 
 @pytest.mark.parametrize("kept", [0, 7, 19])
@@ -250,7 +251,7 @@ async def test_a_tail_that_redis_lost_is_sent_again_once(redis_url, cluster_name
         # One that had seen them sees them no second time.
         assert [event.message for event in await early.read(0.05)] == sent[20:]
     assert publisher.repeated == 20 - kept
-    assert [int(f[b"n"]) for _, f in await bus._redis.xrange(bus.key("stream", "branch"))] == [
+    assert [int(f[b"n"]) for _, f in await bus.redis.xrange(bus.key("stream", "branch"))] == [
         *range(1, len(sent) + 1)
     ]
     await bus.close()
@@ -271,7 +272,7 @@ async def test_a_message_sent_twice_is_in_the_stream_once(redis_url, cluster_nam
         await publisher.flush()
     got = await _drain(bus.reader({"branch": "0"}), 6)
     assert [event.message.branch for event in got] == ["0", "1", "2", "3", "4", "5"]
-    assert await bus._redis.xlen(bus.key("stream", "branch")) == 6
+    assert await bus.redis.xlen(bus.key("stream", "branch")) == 6
     await bus.close()
 
 
@@ -313,10 +314,10 @@ async def test_renewing_the_lease_during_a_commit_is_no_loss_of_it(redis_url, cl
 
     renewing = asyncio.create_task(renew())
     for i in range(100):
-        await bus.commit(lease, Commit(i + 1, counts={"n1": counts_of(**{f"p{i}": 1})}))
+        await DirectoryStore(bus).commit(lease, Commit(i + 1, counts={"n1": counts_of(**{f"p{i}": 1})}))
     stop = True
     await renewing
-    assert len((await bus.load_directory()).counts["n1"].pages) == 100
+    assert len((await DirectoryStore(bus).load()).counts["n1"].pages) == 100
     await bus.close()
 
 

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.directory.core import Batch, Directory, NodeRecord
+from services.directory.core import Batch, Directory
 from services.directory.rewind import Replay, Rewind
+from services.directory.saved import NodeRecord
 from services.directory.verify import verify
 from shared.kvfollow import KV_STREAM
 from shared.messages import (

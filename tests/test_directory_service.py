@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from shared.bus import Bus, NodeCounts
+from shared.bus import Bus
 from shared.clock import Clock
 from shared.embedded import EmbeddedRedis, free_port
 from shared.kvsnapshot import send_snapshot
@@ -37,6 +37,7 @@ from shared.messages import (
     encode,
     unpack_pages,
 )
+from shared.store import DirectoryStore, NodeCounts
 from shared.streams import BusError, Event, Publisher
 from tests.conftest import end, eventually
 from tests.directory_oracle import (
@@ -218,7 +219,7 @@ class Rig:
 
     async def in_redis(self) -> bool:
         try:
-            found = (await self.bus.load_directory()).counts
+            found = (await DirectoryStore(self.bus).load()).counts
         except BusError:
             return False  # this test's own connection, from before a restart of Redis
         return all(as_table(found.get(node)) == self.oracle.table(node) for node in NODES)
@@ -235,7 +236,7 @@ class Rig:
             await eventually(self.in_redis, timeout_s)
             await eventually(self.at_workers, timeout_s)
         except AssertionError:
-            found = (await self.bus.load_directory()).counts
+            found = (await DirectoryStore(self.bus).load()).counts
             differs = {
                 node: (
                     as_table(found.get(node)).items() ^ self.oracle.table(node).items(),
@@ -417,8 +418,8 @@ async def test_restarted_and_lost_nodes(rig: Rig, redis_url: str, cluster_name: 
         await rig.bus.unregister_node("D1")
         rig.oracle.lose("D1")
         await eventually(rig.in_redis)
-        assert (await rig.bus.load_directory()).state.keys() >= {"node:P1"}
-        assert "node:D1" not in (await rig.bus.load_directory()).state
+        assert (await DirectoryStore(rig.bus).load()).state.keys() >= {"node:P1"}
+        assert "node:D1" not in (await DirectoryStore(rig.bus).load()).state
 
 
 async def test_gap_in_kv_events_is_closed_by_a_snapshot(rig: Rig, redis_url: str, cluster_name: str) -> None:
@@ -553,7 +554,7 @@ async def test_what_a_failover_took_back_is_written_again(
 ) -> None:
     """The state in Redis goes back to an earlier one under a leader, as when a replica that lagged takes over."""
     rng = random.Random(11)
-    redis = rig.bus._redis
+    redis = rig.bus.redis
     async with processes(redis_url, cluster_name, 1) as (directory,):
         await eventually(directory.leads)
         for _ in range(10):
@@ -602,7 +603,7 @@ async def test_node_that_restarts_while_no_directory_runs(
 async def test_junk_stops_nothing(rig: Rig, redis_url: str, cluster_name: str) -> None:
     """Entries, registrations and streams that no part of the cluster would make."""
     rng = random.Random(13)
-    redis, key = rig.bus._redis, rig.bus.key
+    redis, key = rig.bus.redis, rig.bus.key
     good = encode(BranchEnded("b"))
     async with processes(redis_url, cluster_name, 1) as (directory,):
         await eventually(directory.leads)

@@ -272,13 +272,13 @@ async def test_a_planner_that_lost_its_lease_publishes_nothing(nodes, settings):
     await nodes.join("n2")
     async with running(PlannerService(PlannerSettings(**settings))) as planner:
         await eventually(lambda: nodes.plans)
-        await nodes.bus._redis.set(nodes.bus.key("lease", "planner"), "999 another", px=60_000)
+        await nodes.bus.redis.set(nodes.bus.key("lease", "planner"), "999 another", px=60_000)
         await eventually(lambda: not planner._lease.held)
         plans = len(nodes.plans)
         nodes.roles.publish(SplitWanted(1, 1))
         await eventually(lambda: _when(planner, lambda v: not v["active"]))
         assert len(nodes.plans) == plans
-        await nodes.bus._redis.delete(nodes.bus.key("lease", "planner"))
+        await nodes.bus.redis.delete(nodes.bus.key("lease", "planner"))
         # Leading again, it reads the wish that it could not act on.
         await eventually(lambda: nodes.obeyed(1, 1))
 

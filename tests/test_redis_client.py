@@ -14,9 +14,10 @@ import pytest
 from redis.exceptions import ConnectionError, RedisError
 
 from shared import messages as m
-from shared.bus import Bus, Commit, Lease, NodeCounts
+from shared.bus import Bus, Lease
 from shared.config import ConfigError, Settings, load
 from shared.redis_client import open_redis, parse_url, redis_url, safe_url
+from shared.store import Commit, DirectoryStore, NodeCounts
 from shared.streams import BusError
 from tests.conftest import eventually
 from tests.redis_servers import (
@@ -290,14 +291,18 @@ async def test_the_user_of_the_example_may_do_what_the_bus_does_and_no_more(
         assert await lease.acquire() and await lease.acquire() and await lease.renew()
         assert await bus.lease("directory", "two", 5.0).acquire() is None
         for number in (1, 2):
-            await bus.commit(lease, batch(number, pages=2000))
-        assert (await bus.load_directory()).number == (await bus.load_directory_at_once()).number == 2
-        assert await bus.load_branch("b") == b"record"
-        assert (await bus.load_segment(1))[0] == b"s"
-        assert (await bus.load_counts("n1", np.array([5], dtype=np.int64))).size == 1
+            await DirectoryStore(bus).commit(lease, batch(number, pages=2000))
+        assert (
+            (await DirectoryStore(bus).load()).number
+            == (await DirectoryStore(bus).load_at_once()).number
+            == 2
+        )
+        assert await DirectoryStore(bus).load_branch("b") == b"record"
+        assert (await DirectoryStore(bus).load_segment(1))[0] == b"s"
+        assert (await DirectoryStore(bus).load_counts("n1", np.array([5], dtype=np.int64))).size == 1
         await lease.release()
         with pytest.raises(RedisError):
-            await bus._redis.set("other:key", "x")
+            await bus.redis.set("other:key", "x")
         await bus.close()
         with server.client() as client:
             used = {
@@ -344,18 +349,18 @@ async def test_a_connection_lost_during_a_commit_is_no_loss_of_the_lease(binary:
         bus = await Bus.connect(server.url)
         lease = bus.lease("directory", "one", 60.0)
         await lease.acquire()
-        await bus.commit(lease, batch(1))
+        await DirectoryStore(bus).commit(lease, batch(1))
         with server.client() as admin:
             admin.replicaof("127.0.0.1", 1)
             with pytest.raises(BusError, match="has become a replica"):
-                await bus.commit(lease, batch(2))
+                await DirectoryStore(bus).commit(lease, batch(2))
             admin.replicaof("NO", "ONE")
-        await bus.commit(lease, batch(2))
+        await DirectoryStore(bus).commit(lease, batch(2))
         server.kill()
         with pytest.raises(BusError):
-            await bus.commit(lease, batch(3))
+            await DirectoryStore(bus).commit(lease, batch(3))
         server.start()
-        await bus.commit(lease, batch(3))
+        await DirectoryStore(bus).commit(lease, batch(3))
         await bus.close()
 
 
@@ -455,7 +460,7 @@ class Writer:
 
     async def _commit(self) -> bool:
         try:
-            await self.bus.commit(self.lease, batch(self.number))
+            await DirectoryStore(self.bus).commit(self.lease, batch(self.number))
         except BusError:
             return False
         return True
@@ -520,7 +525,7 @@ async def test_a_killed_primary_is_replaced_and_returns_as_a_replica(
     await asyncio.to_thread(group.wait_ready)
     assert old.role()[0] == "slave"
     await writer.writes(5.0)
-    assert (await writer.bus.load_directory()).number == writer.number
+    assert (await DirectoryStore(writer.bus).load()).number == writer.number
 
 
 async def test_a_primary_that_hangs_is_replaced_and_returns_as_a_replica(

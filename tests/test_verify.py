@@ -10,11 +10,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from services.directory.core import BranchRecord
 from services.directory.paths import SegmentRecord
+from services.directory.saved import BranchRecord
 from services.directory.verify import Report, verify
-from shared.bus import Bus, Commit
+from shared.bus import Bus
 from shared.messages import Phase, Tier
+from shared.store import Commit, DirectoryStore
 from tests.directory_oracle import Store, page_names
 from tests.test_counts import Cluster
 
@@ -156,8 +157,8 @@ async def write(bus: Bus, store: Store) -> None:
     lease = bus.lease("directory", "test", 30.0)
     await lease.acquire()
     stored = store.load()
-    number = await bus.committed() + 1
-    await bus.commit(
+    number = await DirectoryStore(bus).committed() + 1
+    await DirectoryStore(bus).commit(
         lease,
         Commit(
             number, counts=stored.counts, branches=dict(stored.branches), segments=dict(stored.segments),

@@ -11,8 +11,8 @@ from typing import Annotated
 import aiohttp
 import msgspec
 
-from services.directory.core import BranchRecord
 from services.directory.paths import SegmentRecord
+from services.directory.saved import BranchRecord
 from services.directory.verify import Paths, Report, verify
 from shared.bus import Bus
 from shared.config import ClusterSettings, ConfigError, Doc, load
@@ -20,6 +20,7 @@ from shared.kvsnapshot import SnapshotError, fetch_snapshot
 from shared.messages import KvSnapshot, NodeInfo, Phase
 from shared.redis_client import redis_url, safe_url
 from shared.service import http_client
+from shared.store import DirectoryStore
 
 SHOWN = 20  # differences printed
 LISTED = 50  # branches printed
@@ -64,7 +65,7 @@ async def _verify(settings: VerifySettings) -> int:
     try:
         # Nodes first: what they tell of may be ahead of the directory, never behind it.
         snapshots = await _snapshots(await bus.nodes()) if settings.ask_nodes else {}
-        stored = await bus.load_directory_at_once()
+        stored = await DirectoryStore(bus).load_at_once()
         if not stored.number:
             raise ConfigError(
                 f"no directory has written anything in cluster {settings.cluster!r} at {safe_url(settings.redis)}"
@@ -127,7 +128,7 @@ def _many(count: int, one: str, more: str = "") -> str:
 
 async def _list(bus: Bus, settings: ShowSettings) -> int:
     records: dict[str, BranchRecord] = {}
-    for name, blob in (await bus.load_branches()).items():
+    for name, blob in (await DirectoryStore(bus).load_branches()).items():
         with contextlib.suppress(msgspec.MsgspecError):
             records[name] = msgspec.msgpack.decode(blob, type=BranchRecord)
     newest = sorted(records, key=lambda name: -records[name].last_t)
@@ -151,7 +152,8 @@ async def _show(settings: ShowSettings) -> int:
     try:
         if not settings.branch:
             return await _list(bus, settings)
-        blob = await bus.load_branch(settings.branch)
+        store = DirectoryStore(bus)
+        blob = await store.load_branch(settings.branch)
         if blob is None:
             raise _Missing(
                 f"no branch {settings.branch!r} is active in cluster {settings.cluster!r} "
@@ -162,7 +164,7 @@ async def _show(settings: ShowSettings) -> int:
         pages: dict[int, bytes] = {}
         number = record.segment
         while number and number not in segments:
-            segment, pages[number] = await bus.load_segment(number)
+            segment, pages[number] = await store.load_segment(number)
             if segment is None:
                 break
             segments[number] = segment
@@ -176,7 +178,7 @@ async def _show(settings: ShowSettings) -> int:
         for node, c in sorted(record.counted.items()):
             holes = set(c.holes)
             counted = path[[depth for depth in range(c.pages) if depth not in holes]]
-            counts = await bus.load_counts(node, counted)
+            counts = await store.load_counts(node, counted)
             least, most = (int(counts.min()), int(counts.max())) if counts.size else (0, 0)
             nodes[node] = NodeShown(len(counted), len(holes), _PHASES.get(c.phases, "no phase"), least, most)
     except (_Missing, msgspec.MsgspecError) as error:

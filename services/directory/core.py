@@ -22,12 +22,10 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
-import msgspec
-
 from services.directory.branches import Branch, BranchTable, Change
 from services.directory.counts import Counted, Counts, NodeChanges
-from services.directory.paths import SegmentRecord, tip_number
-from shared.bus import NO_COUNTS, Commit, NodeCounts, Stored
+from services.directory.paths import tip_number
+from services.directory.saved import BranchRecord, CountedRecord, Damage, NodeRecord, encode, read
 from shared.kvfollow import KV_STREAM, Follow, KvFollower
 from shared.kvindex import KvIndex
 from shared.messages import (
@@ -46,53 +44,14 @@ from shared.messages import (
     RoleAck,
     RoleStage,
 )
-from shared.streams import Event, is_position
+from shared.store import NO_COUNTS, Commit, NodeCounts, Stored
+from shared.streams import Event
 
 STREAMS = ("branch", "roles", "resync")
 MAX_PRODUCERS = 64  # routers whose last number on `branch` is remembered
 PATIENCE_S = 5.0  # wall seconds after which the registry's word is believed without the node's own
 
 _KV_MESSAGES = (PagesStored, PagesRemoved, PagesCleared)
-
-
-class NodeRecord(msgspec.Struct, array_like=True):
-    """What is kept of a node. `position` and `seq`: its last kv event that was applied."""
-
-    incarnation: str
-    phase: Phase
-    epoch: int = 0
-    started_t: float = 0.0
-    position: str = "0"
-    seq: int = 0
-
-
-class CountedRecord(msgspec.Struct, array_like=True):
-    pages: int
-    phases: int
-    holes: list[int] = []
-
-
-class BranchRecord(msgspec.Struct, array_like=True):
-    """What is kept of a branch. Its path is the first `path_pages` pages on the way to the end of `segment`.
-    `placed`: time and node of its last placement, by phase."""
-
-    version: int
-    segment: int
-    path_pages: int
-    last_t: float
-    request_t: float
-    placed: dict[Phase, tuple[float, str]]
-    counted: dict[str, CountedRecord]
-    pending: dict[Phase, str]
-
-
-_branch_records = msgspec.msgpack.Decoder(BranchRecord)
-_segment_records = msgspec.msgpack.Decoder(SegmentRecord)
-_node_records = msgspec.msgpack.Decoder(NodeRecord)
-_positions = msgspec.msgpack.Decoder(dict[str, str])
-_numbers = msgspec.msgpack.Decoder(dict[str, int])
-_times = msgspec.msgpack.Decoder(dict[str, float])
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class Registry(NamedTuple):
@@ -109,18 +68,6 @@ class Batch(NamedTuple):
     changes: dict[str, NodeChanges]  # for counts:<node>
     full: set[str]  # nodes whose full set is due
     wanted: list[str]  # branches whose whole path is wanted
-
-
-class Damage(NamedTuple):
-    """What a restore could not use or found wrong."""
-
-    branches: int  # records that cannot be read, or whose path is damaged
-    segments: int
-    counts: int  # saved counts that differ from what the branch records say
-    others: int = 0  # nodes, positions and numbers
-
-    def __bool__(self) -> bool:
-        return any(self)
 
 
 class Directory:
@@ -420,17 +367,17 @@ class Directory:
             commit.counts[node] = NodeCounts(found.pages, found.counts, empty)
         for name in self._dirty_branches | self.counts.take_touched():
             branch = self.table.get(name)
-            commit.branches[name] = None if branch is None else _encode(self._record(branch))
+            commit.branches[name] = None if branch is None else encode(self._record(branch))
         segments, commit.pages = self.table.paths.take()
         for number, record in segments.items():
-            commit.segments[number] = None if record is None else _encode(record)
-        commit.state["streams"] = _encode(self.positions)
-        commit.state["producers"] = _encode(self._producers)
+            commit.segments[number] = None if record is None else encode(record)
+        commit.state["streams"] = encode(self.positions)
+        commit.state["producers"] = encode(self._producers)
         if self._dirty_ended:
-            commit.state["ended"] = _encode(self.table.ended)
+            commit.state["ended"] = encode(self.table.ended)
         for node in self._dirty_nodes:
             known = self.nodes.get(node)
-            commit.state[f"node:{node}"] = None if known is None else _encode(known)
+            commit.state[f"node:{node}"] = None if known is None else encode(known)
         batch = Batch(commit, changes, self._full & set(self.nodes), list(self._wanted))
         self._full.difference_update(batch.full)
         self._wanted.clear()
@@ -456,66 +403,32 @@ class Directory:
 
     def restore(self, stored: Stored) -> Damage:
         """Continue from what was written, in a new object. What is damaged is left out, and `take` writes it anew."""
-        state = stored.state
+        saved = read(stored)
         self._number = stored.number
-        unreadable = 0
-        ended: dict[str, float] = {}
-        for field, blob in state.items():
-            try:
-                if field.startswith("node:"):
-                    known = _node_records.decode(blob)
-                    if not is_position(known.position):
-                        raise ValueError(known.position)
-                    self.nodes[field.removeprefix("node:")] = known
-                elif field == "streams":
-                    positions = _positions.decode(blob)
-                    self.positions.update({s: p for s, p in positions.items() if is_position(p)})
-                elif field == "producers":
-                    self._producers = _numbers.decode(blob)
-                elif field == "ended":
-                    ended = _times.decode(blob)
-            except (msgspec.MsgspecError, ValueError):
-                # A node begins anew; streams are read from their start, and what was applied is known by its number.
-                unreadable += 1
-                if field.startswith("node:"):
-                    self._dirty_nodes.add(field.removeprefix("node:"))
-        branches, damage = self._restore_branches(stored)
-        self.table.restore([branch for branch, _ in branches], ended)
-        for branch, record in branches:
+        self.nodes, self._producers = saved.nodes, saved.producers
+        self.positions.update(saved.streams)
+        # A node whose record is damaged begins anew; what streams bring again is known by its number.
+        self._dirty_nodes.update(saved.damaged_nodes)
+        self._dirty_branches.update(saved.damaged_branches)
+        paths = self.table.paths
+        segments = paths.restore(saved.segments, stored.pages)
+        branches: list[Branch] = []
+        for name, record in saved.branches.items():
+            tip = paths.claim(record.segment, record.path_pages)
+            if tip is None:
+                self._dirty_branches.add(name)
+                continue
+            path = paths.path(tip)
+            branches.append(
+                Branch(name, record.version, path, tip, record.last_t, record.request_t, record.placed)
+            )
             counted = {n: Counted(c.pages, c.phases, set(c.holes)) for n, c in record.counted.items()}
-            self.counts.restore(branch.name, counted, record.pending, branch.path)
+            self.counts.restore(name, counted, record.pending, path)
+        paths.sweep()
+        self.table.restore(branches, saved.ended)
         self.counts.take_touched()
         differ = 0
         for node in sorted({*stored.counts, *self.counts.nodes()}):
-            saved = stored.counts.get(node, NO_COUNTS)
-            differ += self.counts.adopt(node, saved.pages, saved.counts)
-        return damage._replace(counts=differ, others=unreadable)
-
-    def _restore_branches(self, stored: Stored) -> tuple[list[tuple[Branch, BranchRecord]], Damage]:
-        paths = self.table.paths
-        records: dict[int, SegmentRecord] = {}
-        for number, blob in stored.segments.items():
-            try:
-                records[number] = _segment_records.decode(blob)
-            except msgspec.DecodeError:
-                records[number] = SegmentRecord(0, 0, 0)  # none that is whole
-        damaged = paths.restore(records, stored.pages)
-        found: list[tuple[Branch, BranchRecord]] = []
-        lost = 0
-        for name, blob in stored.branches.items():
-            try:
-                record = _branch_records.decode(blob)
-            except msgspec.DecodeError:
-                tip = None
-            else:
-                tip = paths.claim(record.segment, record.path_pages)
-            if tip is None:
-                lost += 1
-                self._dirty_branches.add(name)
-                continue
-            branch = Branch(
-                name, record.version, paths.path(tip), tip, record.last_t, record.request_t, record.placed
-            )
-            found.append((branch, record))
-        paths.sweep()
-        return found, Damage(lost, len(damaged), 0)
+            counts = stored.counts.get(node, NO_COUNTS)
+            differ += self.counts.adopt(node, counts.pages, counts.counts)
+        return Damage(len(self._dirty_branches), len(segments), differ, saved.damaged_others)

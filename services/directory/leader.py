@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from services.directory.core import Batch, Directory
 from services.directory.rewind import Replay, Rewind
-from shared.bus import Lease, NotLeader, StateLost
+from shared.bus import Lease, NotLeader
 from shared.kvfollow import KV_STREAM
 from shared.kvsnapshot import SnapshotError, fetch_snapshot
 from shared.messages import (
@@ -36,7 +36,8 @@ from shared.messages import (
     RoleAck,
     pack_pages,
 )
-from shared.streams import BATCH, Backoff, BusError, Event, Publisher, check_cancelled
+from shared.store import DirectoryStore, StateLost
+from shared.streams import BATCH, Backoff, BusError, Event, Publisher, check_cancelled, order
 
 if TYPE_CHECKING:
     from services.directory.service import DirectoryService
@@ -79,6 +80,7 @@ class Term:
         self._service = service
         self._bus, self._clock, self._log = service.bus, service.clock, service.log
         self._lease = lease
+        self._store = DirectoryStore(service.bus)
         settings = service.directory_settings
         self.directory = Directory(settings.branch_idle_s, settings.node_grace_s)
         self.begun = False
@@ -117,7 +119,7 @@ class Term:
                 if not await self._lease.renew():
                     raise NotLeader("the directory lease was lost")
                 number = self._committed
-                if await self._bus.committed() < number:
+                if await self._store.committed() < number:
                     raise StateLost(f"Redis no longer has batch {number}")
             except BusError as error:
                 self._log.warning("renew_failed", error=error)
@@ -126,7 +128,7 @@ class Term:
         started = time.monotonic()
         directory = self.directory
         directory.stats = self._service.stats
-        stored = await self._insist(self._bus.load_directory, "load")
+        stored = await self._insist(self._store.load, "load")
         # In a thread: with millions of counts it takes seconds, in which the lease must be renewed.
         damage = await asyncio.to_thread(directory.restore, stored)
         check_cancelled()
@@ -201,7 +203,7 @@ class Term:
         return isinstance(message, BranchPlaced | RoleAck) and message.node not in self._followed
 
     def _seen(self, event: Event) -> None:
-        self.lag_s = max(0.0, time.time() - int(event.position.partition("-")[0]) / 1000)
+        self.lag_s = max(0.0, time.time() - order(event.position)[0] / 1000)
 
     def _in_order(self, arrived: list[tuple[float, Event]], now: float) -> list[Event]:
         """Events in the order of their positions; those that others may still precede are kept back."""
@@ -232,7 +234,7 @@ class Term:
         batch = directory.take()
         started = time.monotonic()
         try:
-            await self._bus.commit(self._lease, batch.commit)
+            await self._store.commit(self._lease, batch.commit)
         except BusError as error:
             # Whether it was written, and whether the events in it are still what the streams have, only Redis knows.
             raise StateLost(str(error)) from None
@@ -365,12 +367,11 @@ class Term:
             except SnapshotError as error:
                 self._log.warning("snapshot_failed", node=node, error=error)
             else:
-                if snapshot.incarnation == record.incarnation:
-                    rewind = Rewind(record.seq, snapshot)
-                    await self._read_for(rewind, node, record.position)
-                    found = rewind.result()
-                    if rewind.done and rewind.exact:
-                        return found
+                rewind = Rewind(record.seq, snapshot)
+                await self._read_for(rewind, node, record.position)
+                found = rewind.result()
+                if rewind.done and rewind.exact:
+                    return found
         replay = Replay(node, record.incarnation, record.seq)
         await self._read_for(replay, node, "0")
         result = replay.result()
@@ -397,5 +398,6 @@ class Term:
 
 
 def in_order_key(event: Event) -> tuple[int, str, int]:
-    milliseconds, _, number = event.position.partition("-")
-    return int(milliseconds), event.stream, int(number or 0)
+    """Events in the order in which Redis took them; within a millisecond those of one stream together."""
+    milliseconds, number = order(event.position)
+    return milliseconds, event.stream, number

@@ -33,29 +33,19 @@ from shared.messages import (
 from shared.streams import Event
 
 
-class Rewind:
-    """Takes events after number `seq` in order, up to the snapshot's."""
+class _Events:
+    """Takes an incarnation's events `first` to `last` in order; those of others and known ones are passed over."""
 
-    def __init__(self, seq: int, snapshot: KvSnapshot) -> None:
-        self._seq = seq
-        self._next = seq + 1
-        self._snapshot = snapshot
-        self._had: dict[Tier, dict[int, bool]] = {tier: {} for tier in Tier}  # page -> held at `seq`
-        self._cleared: set[Tier] = set()
-        self.broken = seq > snapshot.seq  # an event is missing: `result` is then the snapshot itself
-
-    @property
-    def exact(self) -> bool:
-        """Whether `result` is what the node held; asked when `done`."""
-        return not self.broken and not self._cleared
+    def __init__(self, incarnation: str, first: int, last: int) -> None:
+        self._incarnation, self._next, self._last = incarnation, first, last
+        self.broken = False  # an event is missing, or cannot be read
 
     @property
     def done(self) -> bool:
-        return self.broken or self._next > self._snapshot.seq
+        return self.broken or self._next > self._last
 
     def feed(self, event: Event) -> None:
-        """One event of the snapshot's incarnation; others and known ones are passed over."""
-        if self.done or event.producer != self._snapshot.incarnation or event.seq < self._next:
+        if self.done or event.producer != self._incarnation or event.seq < self._next:
             return
         if event.seq != self._next:
             self.broken = True
@@ -63,18 +53,46 @@ class Rewind:
         self._next += 1
         message = event.message
         if isinstance(message, PagesStored | PagesRemoved):
-            if message.tier not in self._cleared:
-                had = self._had[message.tier]
-                removed = isinstance(message, PagesRemoved)
-                try:
-                    pages = unpack_pages(message.pages)
-                except PageListError:
-                    self.broken = True
-                    return
-                for page in pages.tolist():
-                    had.setdefault(page, removed)
+            try:
+                pages = unpack_pages(message.pages).tolist()
+            except PageListError:
+                self.broken = True
+            else:
+                self._moved(message.tier, pages, isinstance(message, PagesStored))
         elif isinstance(message, PagesCleared):
-            self._cleared.update(Tier if message.tier is None else (message.tier,))
+            for tier in Tier if message.tier is None else (message.tier,):
+                self._cleared(tier)
+
+    def _moved(self, tier: Tier, pages: list[int], stored: bool) -> None:
+        raise NotImplementedError
+
+    def _cleared(self, tier: Tier) -> None:
+        raise NotImplementedError
+
+
+class Rewind(_Events):
+    """Takes events after number `seq`, up to the snapshot's."""
+
+    def __init__(self, seq: int, snapshot: KvSnapshot) -> None:
+        super().__init__(snapshot.incarnation, seq + 1, snapshot.seq)
+        self._seq, self._snapshot = seq, snapshot
+        self._had: dict[Tier, dict[int, bool]] = {tier: {} for tier in Tier}  # page -> held at `seq`
+        self._unknown: set[Tier] = set()  # cleared since
+        self.broken = seq > snapshot.seq
+
+    @property
+    def exact(self) -> bool:
+        """Whether `result` is what the node held; asked when `done`."""
+        return not self.broken and not self._unknown
+
+    def _moved(self, tier: Tier, pages: list[int], stored: bool) -> None:
+        if tier not in self._unknown:
+            had = self._had[tier]
+            for page in pages:
+                had.setdefault(page, not stored)
+
+    def _cleared(self, tier: Tier) -> None:
+        self._unknown.add(tier)
 
     def result(self) -> KvSnapshot:
         """The node's pages as of event `seq`; the snapshot as it was taken when that cannot be told."""
@@ -90,49 +108,30 @@ class Rewind:
 
     def _tier(self, tier: Tier, now: PageArray) -> PageArray:
         had = self._had[tier]
-        held = set() if tier in self._cleared else set(now.tolist())
+        held = set() if tier in self._unknown else set(now.tolist())
         held.difference_update(had)
         held.update(page for page, held_then in had.items() if held_then)
         return np.fromiter(held, dtype=np.int64, count=len(held))
 
 
-class Replay:
-    """Takes all events of an incarnation in order, up to number `seq`."""
+class Replay(_Events):
+    """Takes all events of an incarnation, up to number `seq`."""
 
     def __init__(self, node: str, incarnation: str, seq: int) -> None:
-        self._node, self._incarnation, self._seq = node, incarnation, seq
-        self._next = 1
+        super().__init__(incarnation, 1, seq)
+        self._node = node
         self._held: dict[Tier, set[int]] = {tier: set() for tier in Tier}
-        self._broken = False
 
-    @property
-    def done(self) -> bool:
-        return self._broken or self._next > self._seq
+    def _moved(self, tier: Tier, pages: list[int], stored: bool) -> None:
+        held = self._held[tier]
+        (held.update if stored else held.difference_update)(pages)
 
-    def feed(self, event: Event) -> None:
-        """One event; those of other incarnations and known ones are passed over."""
-        if self.done or event.producer != self._incarnation or event.seq < self._next:
-            return
-        if event.seq != self._next:
-            self._broken = True
-            return
-        self._next += 1
-        message = event.message
-        if isinstance(message, PagesStored | PagesRemoved):
-            try:
-                pages = unpack_pages(message.pages).tolist()
-            except PageListError:
-                self._broken = True
-                return
-            held = self._held[message.tier]
-            (held.update if isinstance(message, PagesStored) else held.difference_update)(pages)
-        elif isinstance(message, PagesCleared):
-            for tier in Tier if message.tier is None else (message.tier,):
-                self._held[tier].clear()
+    def _cleared(self, tier: Tier) -> None:
+        self._held[tier].clear()
 
     def result(self) -> KvSnapshot | None:
         """The node's pages as of event `seq`; None when events are missing."""
-        if self._broken or not self.done:
+        if self.broken or not self.done:
             return None
         l1, l2 = (pack_pages(list(self._held[tier])) for tier in (Tier.L1, Tier.L2))
-        return KvSnapshot(self._node, self._incarnation, self._seq, l1, l2)
+        return KvSnapshot(self._node, self._incarnation, self._last, l1, l2)

@@ -23,10 +23,11 @@ from services.directory.branches import Branch
 from services.directory.core import Directory
 from services.directory.leader import Term
 from services.directory.settings import DirectorySettings
-from shared.bus import NotLeader, StateLost
+from shared.bus import NotLeader
 from shared.messages import Phase
 from shared.openai import ApiError
 from shared.service import Service
+from shared.store import StateLost
 from shared.streams import Backoff, BusError
 
 LISTED = 1000  # branches in one answer, unless the client asks for another number

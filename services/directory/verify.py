@@ -12,15 +12,15 @@ Rules that hold here
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from services.directory.core import BranchRecord, NodeRecord
 from services.directory.paths import EMPTY_PATH, SegmentRecord
-from shared.bus import NO_COUNTS, Stored
+from services.directory.saved import FIELDS, BranchRecord, NodeRecord
 from shared.messages import KvSnapshot, PageArray, Phase, unpack_pages
+from shared.store import NO_COUNTS, Stored
 from shared.streams import is_position
 
 SHOWN_PAGES = 5  # differences of single pages, a node
@@ -108,13 +108,10 @@ class Paths:
 
 def _other_state(stored: Stored) -> Iterator[Difference]:
     """Positions and numbers that cannot be read."""
-    kinds: dict[str, Any] = {
-        "streams": dict[str, str], "producers": dict[str, int], "ended": dict[str, float]
-    }  # fmt: skip
-    for field, kind in kinds.items():
+    for field, decoder in FIELDS.items():
         if field in stored.state:
             try:
-                value = msgspec.msgpack.decode(stored.state[field], type=kind)
+                value = decoder.decode(stored.state[field])
             except msgspec.MsgspecError as error:
                 yield Difference(field, f"cannot be read: {error}")
                 continue
