@@ -234,8 +234,14 @@ class _Bound(AbstractConnection):
         # Else redis-py reconnects here: to the server that failed, past the sentinels, and without the WATCH.
         if not self.is_connected:
             raise ConnectionError("the connection to Redis was lost")
+        task = asyncio.current_task()
+        told = task.cancelling() if task is not None else 0
         try:
             await super().send_packed_command(command, check_health=check_health)
+            if task is not None and task.cancelling() > told:
+                # `asyncio.wait_for` of Python 3.11, which redis-py sends with, loses a cancellation now and then.
+                await self.disconnect(nowait=True)
+                raise asyncio.CancelledError
         except RuntimeError as error:
             # uvloop's word for a connection that went under a write.
             await self.disconnect(nowait=True)

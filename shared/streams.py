@@ -86,14 +86,6 @@ return last
 """
 
 
-def check_cancelled() -> None:
-    """Raise CancelledError in a task that was told to stop: redis-py can lose the one that it was given, by
-    `asyncio.wait_for` of Python 3.11. For loops around calls of Redis."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
-
-
 class Publisher:
     """Numbers messages and sends them in order; `run` must be running for anything to go out.
 
@@ -156,7 +148,6 @@ class Publisher:
     async def run(self) -> None:
         backoff = Backoff()
         while True:
-            check_cancelled()
             if not self._waiting:
                 await self._rest()
             try:
@@ -259,7 +250,6 @@ class Reader:
 
     async def read(self, block_s: float = 1.0) -> list[Event]:
         """What has come, in stream order; [] when nothing came within `block_s` or Redis was away. 0: do not wait."""
-        check_cancelled()
         if not self.positions:
             await asyncio.sleep(block_s)
             return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import re
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -686,3 +687,23 @@ def test_a_connection_that_goes_under_a_write_is_an_error_of_the_connection(bina
 
     with RedisServer(binary) as server, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(write())
+
+
+async def test_a_cancellation_during_a_command_is_not_lost(redis_url: str) -> None:
+    client, rng = open_redis(redis_url), random.Random(1)
+
+    async def asking() -> None:
+        while True:
+            await client.get("x")
+
+    for _ in range(300):
+        task = asyncio.ensure_future(asking())
+        for _ in range(rng.randint(1, 60)):
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=5.0)
+        if not done:
+            task.cancel()
+            pytest.fail("the task goes on")
+    assert await client.ping()
+    await client.aclose()

@@ -37,7 +37,7 @@ from shared.messages import (
     pack_pages,
 )
 from shared.store import DirectoryStore, StateLost
-from shared.streams import BATCH, Backoff, BusError, Event, Publisher, check_cancelled, order
+from shared.streams import BATCH, Backoff, BusError, Event, Publisher, order
 
 if TYPE_CHECKING:
     from services.directory.service import DirectoryService
@@ -105,7 +105,6 @@ class Term:
             group.create_task(self._keep_lease(), name="lease")
             await self._begin()
             while True:
-                check_cancelled()
                 await self._turn()
 
     # ------------------------------------------------------------------ life of the term
@@ -113,7 +112,6 @@ class Term:
     async def _keep_lease(self) -> None:
         every_s = self._lease.ttl_s / 3
         while True:
-            check_cancelled()
             await asyncio.sleep(every_s)
             try:
                 if not await self._lease.renew():
@@ -131,7 +129,6 @@ class Term:
         stored = await self._insist(self._store.load, "load")
         # In a thread: with millions of counts it takes seconds, in which the lease must be renewed.
         damage = await asyncio.to_thread(directory.restore, stored)
-        check_cancelled()
         self._committed = directory.written
         if damage:
             self._log.error("state_damaged", **damage._asdict())
@@ -153,11 +150,8 @@ class Term:
     async def _insist(self, command: Callable[[], Awaitable[T]], what: str) -> T:
         backoff = Backoff()
         while True:
-            check_cancelled()
             try:
-                found = await command()
-                check_cancelled()
-                return found
+                return await command()
             except BusError as error:
                 self._log.warning("redis_failed", what=what, error=error)
                 await backoff.wait()
@@ -170,7 +164,6 @@ class Term:
             await asyncio.sleep(max(MILLISECOND_S, self._written_s + TURN_S - time.monotonic()))
         wait_s = 0.0 if self._held or self._arrived else 0.1 if self._fetching else READ_S
         read = await self._reader.read(wait_s)
-        check_cancelled()
         now = time.monotonic()
         held, self._held = self._held, []
         arrived = held + [(now, event) for event in read]
@@ -336,7 +329,6 @@ class Term:
         backoff = Backoff(first_s=0.1, last_s=10.0)
         failures = 0
         while True:
-            check_cancelled()
             try:
                 info = (await self._bus.nodes()).get(node)
                 if info is not None:
@@ -389,7 +381,6 @@ class Term:
         reader = self._bus.reader({stream: position})
         until = time.monotonic() + REWIND_S
         while not wanting.done and time.monotonic() < until:
-            check_cancelled()
             events = await reader.read(0.2)
             if not events and isinstance(wanting, Replay):
                 return
