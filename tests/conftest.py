@@ -15,6 +15,7 @@ import pytest
 
 from shared.embedded import EmbeddedRedis
 from shared.service import Service
+from tests.redis_servers import binaries, binary_name, tls_missing
 
 
 @pytest.fixture(scope="session")
@@ -78,3 +79,16 @@ async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in waiting:
             task.cancel()
         _, waiting = await asyncio.wait(waiting, timeout=0.5)
+
+
+@pytest.fixture(scope="module", params=binaries(), ids=binary_name)
+def binary(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def tls_binary(binary: str) -> str:
+    missing = tls_missing(binary)
+    if missing:
+        pytest.skip(missing)
+    return binary

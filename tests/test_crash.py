@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.crash_cluster import CrashCluster, crash_cluster, trial
-from tests.redis_servers import RedisServer, SentinelGroup, binaries
+from tests.redis_servers import RedisServer, binaries
+from tests.sentinel_group import SentinelGroup
 
 SEED = int(os.environ.get("EI_TEST_SEED", "20261130"))
 

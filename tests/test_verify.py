@@ -16,8 +16,8 @@ from services.directory.verify import Report, verify
 from shared.bus import Bus
 from shared.messages import Phase, Tier
 from shared.store import Commit, DirectoryStore
+from tests.directory_cluster import Cluster
 from tests.directory_oracle import Store, page_names
-from tests.test_counts import Cluster
 
 
 def cluster() -> Cluster:
