@@ -33,7 +33,9 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from agents import BRANCHES, NODES, STEP_PAGES, Agents, Feed, begin
 from aiohttp import web
+from process import cpu_s, rss_mb
 
 from services.directory.core import Directory
 from shared.bus import Bus
@@ -45,7 +47,6 @@ from shared.messages import (
     BranchPlaced,
     BranchRequest,
     KvSnapshot,
-    NodeInfo,
     PagesCleared,
     PagesRemoved,
     PagesStored,
@@ -56,73 +57,9 @@ from shared.messages import (
 )
 from shared.service import give_back_memory
 from shared.store import DirectoryStore
-from shared.streams import Event, Publisher
+from shared.streams import Publisher
 
-STEP_PAGES = 100
-NODES = 64
-BRANCHES = 1000
 LEASE_S = 2.0
-
-
-class Agents:
-    """Steps of many branches as a router and workers would tell of them."""
-
-    def __init__(self, branches: int = BRANCHES, nodes: int = NODES, seed: int = 1) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._system = self._pages(STEP_PAGES)
-        self._paths = {f"branch-{i}": np.empty(0, dtype=np.int64) for i in range(branches)}
-        self._nodes = [f"n{i}" for i in range(nodes)]
-        self._t = 0.0
-
-    def _pages(self, n: int) -> np.ndarray:
-        return self._rng.integers(-(2**63), 2**63 - 1, n, dtype=np.int64)
-
-    def step(self, number: int, t: float = 0.0) -> list[tuple[str, StreamMessage]]:
-        """Stream and message of one step: request, placement, and what the node stored for it."""
-        names = list(self._paths)
-        name = names[number % len(names)]
-        node = self._nodes[number % len(names) % len(self._nodes)]
-        path = self._paths[name]
-        self._t = t or self._t + 0.001
-        base = path.size
-        pages = self._pages(STEP_PAGES) if base else self._system
-        self._paths[name] = kept_and_new = np.concatenate((path, pages))
-        return [
-            ("branch", BranchRequest(name, base, int(path[-1]) if base else 0, pack_pages(pages), t=self._t)),
-            ("branch", BranchPlaced(name, node, Phase.PREFILL, self._t)),
-            (f"kv:{node}", PagesStored(Tier.L2, pack_pages(kept_and_new[base:]))),
-        ]
-
-    def info(self, node: str, url: str) -> NodeInfo:
-        return NodeInfo(
-            node=node, url=url, incarnation=f"{node}.0", model="m", profile="tiny", page_size=16,
-            max_context=1 << 20, l1_tokens=1 << 20, l2_tokens=1 << 24, chunk_tokens=8192, phase=Phase.PREFILL,
-        )  # fmt: skip
-
-
-class Feed:
-    """Numbers messages as the streams do."""
-
-    def __init__(self) -> None:
-        self._seq: dict[str, int] = {}
-        self._at = 1_000_000
-
-    def event(self, stream: str, message: StreamMessage) -> Event:
-        self._at += 1
-        seq = self._seq[stream] = self._seq.get(stream, 0) + 1
-        producer = f"{stream.removeprefix('kv:')}.0" if stream.startswith("kv:") else "router"
-        return Event(stream, f"{self._at}-0", producer, seq, message)
-
-
-def begin(directory: Directory, agents: Agents, feed: Feed) -> None:
-    directory.registered({n: agents.info(n, "http://-") for n in agents._nodes}, 0.0)
-    for node in agents._nodes:
-        directory.apply(feed.event(f"kv:{node}", PagesCleared(began=Began(Phase.PREFILL))), 0.0)
-
-
-def rss_mb(pid: int | None = None) -> float:
-    text = Path(f"/proc/{pid or os.getpid()}/status").read_text()
-    return int(next(x for x in text.splitlines() if x.startswith("VmRSS")).split()[1]) * 1024 / 1e6
 
 
 # ------------------------------------------------------------------------------------ in memory
@@ -353,11 +290,6 @@ async def lag(seconds: float, rate: float = 200.0) -> dict[str, float]:
             }  # fmt: skip
         finally:
             directory.kill()
-
-
-def cpu_s(pid: int) -> float:
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def start(pages: int = 1_000_000) -> dict[str, float]:

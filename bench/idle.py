@@ -10,26 +10,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 import time
 from pathlib import Path
+
+from process import cpu_s, rss_mb
 
 from services.up import Supervisor, UpSettings
 
 SERVICES = ("router", "directory", "planner", "telemetry")
 MOST_RSS_MB, MOST_CPU = 120.0, 0.02
 SETTLE_S = 10.0
-
-
-def cpu_s(pid: int) -> float:
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def rss_mb(pid: int) -> float:
-    line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("VmRSS"))
-    return int(line.split()[1]) * 1024 / 1e6
 
 
 async def measure(seconds: float) -> dict[str, dict[str, float]]:

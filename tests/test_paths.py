@@ -135,7 +135,7 @@ def test_page_at_two_places_breaks_nothing() -> None:
     """A sender that does not chain its hashes."""
     store = PathStore()
     paths = [[1, 2, 3], [3, 1, 2], [1, 1, 1], [2, 3], [1, 2, 9, 1]]
-    tips = [store.add(np.array(path)) for path in paths]
+    tips = [store.move(NO_TIP, np.array(path), 0) for path in paths]
     assert [store.path(tip).tolist() for tip in tips] == paths
     for tip in tips:
         store.release(tip)

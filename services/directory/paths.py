@@ -94,10 +94,6 @@ class PathStore:
         self.release(tip)
         return new
 
-    def add(self, path: PageArray) -> Tip:
-        """The tip for a path of which nothing is known here."""
-        return self.move(NO_TIP, path, 0)
-
     def release(self, tip: Tip) -> None:
         """The path at `tip` is not needed any more."""
         segment, depth = tip

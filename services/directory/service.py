@@ -177,6 +177,7 @@ class _StateMetrics(Collector):
         directory = term.directory
         gauges = {
             "branches": ("Active branches", len(directory.table)),
+            "path_pages": ("Pages of all paths, each once", directory.table.paths.pages),
             "pending_moves": ("Moves whose target lacks pages", directory.counts.pending_moves),
             "index_pages": ("Distinct pages held anywhere", len(directory.index)),
             "unsynced_nodes": ("Nodes whose pages are unknown", len(directory.unsynced())),
