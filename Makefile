@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := embedded,loadtest,dev
+EXTRAS := embedded,loadtest,mooncake,dev
 
 .PHONY: help install demo test test-long lint types format compose-test clean
 

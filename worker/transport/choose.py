@@ -1,0 +1,67 @@
+"""Which transport a node uses. Its peers must use the same one: a read from another kind fails.
+
+Mooncake is for RDMA: over TCP it moves about half as much a second as our own transport (`bench/fetch.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shared.log import get_logger
+from worker.kv.arena import Arena
+from worker.transport.base import Transport, TransportMissing
+from worker.transport.mooncake import MooncakeTransport
+from worker.transport.tcp import TcpTransport
+
+NAMES = ("auto", "tcp", "mooncake")
+RDMA_DEVICES = Path("/sys/class/infiniband")
+log = get_logger("worker")
+
+
+async def make_transport(
+    name: str,
+    arena: Arena,
+    host: str,
+    *,
+    port: int = 0,
+    protocol: str = "auto",
+    devices: str = "",
+    interface: str = "",
+) -> Transport:
+    """A started transport. `auto` is Mooncake where there are RDMA devices and it can be used, else TCP.
+
+    `port` is TCP's; `protocol` ("auto": RDMA where there are devices; "tcp"; "rdma") and `devices` are Mooncake's;
+    `interface`, the address to bind to, is both's. Raises TransportMissing and OSError for the one asked for by
+    name, ValueError for another name.
+    """
+    if name not in NAMES:
+        raise ValueError(f"a transport is one of {', '.join(NAMES)}, not {name!r}")
+    why = "asked for"
+    rdma = has_rdma()
+    if protocol == "auto":
+        protocol = "rdma" if rdma else "tcp"
+    if name == "auto" and not rdma:
+        why = "there are no RDMA devices"
+    elif name != "tcp":
+        mooncake = MooncakeTransport(protocol=protocol, devices=devices, interface=interface)
+        try:
+            await mooncake.start(arena, host)
+        except (TransportMissing, OSError) as error:
+            if name == "mooncake":
+                raise
+            why = str(error)
+        else:
+            log.info("transport", name=mooncake.name, protocol=protocol, why="it can be used here")
+            return mooncake
+    tcp = TcpTransport(port=port, bind=interface)
+    await tcp.start(arena, host)
+    log.info("transport", name=tcp.name, why=why)
+    return tcp
+
+
+def has_rdma() -> bool:
+    """Whether this machine has RDMA devices."""
+    try:
+        return any(RDMA_DEVICES.iterdir())
+    except OSError:
+        return False
