@@ -52,6 +52,7 @@ class _Models(msgspec.Struct):
 class NodeEntry(msgspec.Struct):
     node: str
     phase: str
+    url: str = ""
 
 
 class Cluster(msgspec.Struct):
@@ -180,6 +181,15 @@ class Client:
             status, body = await self._get("/ei/v1/cluster")
             return msgspec.json.decode(body, type=Cluster) if status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+            return None
+
+    async def node_metrics(self, url: str) -> str | None:
+        """A worker's `/metrics`; None when it cannot be reached from here."""
+        timeout = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_S)
+        try:
+            async with self._http.get(url + "/metrics", timeout=timeout) as response:
+                return await response.text() if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return None
 
     async def end_branch(self, branch: str) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 from loadtest.client import Client, RequestFailed, ServerError
 from loadtest.content import Blocks, BranchPrompts
 from loadtest.ideal import IdealBranch, IdealCache
+from loadtest.kv_work import Counters, KvWork, kv_work, read_counters
 from loadtest.report import Report, Setting, build_report
 from loadtest.tally import Measured, Progress, Tally
 from loadtest.traces import Session, StepRef, Trace
@@ -70,12 +71,14 @@ class Replay:
         self._shared_caches: dict[int, IdealCache] = {}
         self._started = 0.0
         self._agents: asyncio.Task[None] | None = None
+        self._kv_work: KvWork | None = None
 
     # ----------------------------------------------------------------------------- the run
 
     async def run(self) -> None:
         async with self.client:
             await self._greet()
+            before = await self._kv_counters()
             self._started = self.tally.last_end = time.monotonic()
             try:
                 async with asyncio.TaskGroup() as group:
@@ -89,6 +92,7 @@ class Replay:
                     timer.cancel()
             finally:
                 await self.end_branches(list(self.open_branches))
+                self._kv_work = kv_work(before, await self._kv_counters())
 
     def interrupt(self) -> None:
         """End at once: running requests are given up and count neither as answered nor as failed."""
@@ -112,6 +116,21 @@ class Replay:
             page_size = page_size or cluster.page_size
             self.tally.saw_cluster(cluster, 0.0)
         self.page_size = page_size or DEFAULT_PAGE_TOKENS
+
+    async def _kv_counters(self) -> dict[str, Counters]:
+        """Of each worker that can be reached; none when the server is no Evolving Infra router."""
+        cluster = await self.client.cluster()
+        nodes = cluster.nodes if cluster is not None else []
+        texts = await asyncio.gather(*(self.client.node_metrics(node.url) for node in nodes if node.url))
+        found: dict[str, Counters] = {}
+        for node, text in zip((node for node in nodes if node.url), texts, strict=True):
+            try:
+                counters = read_counters(text or "")
+            except ValueError:
+                continue
+            if counters:
+                found[node.node] = counters
+        return found
 
     async def _watch_cluster(self) -> None:
         while True:
@@ -192,6 +211,7 @@ class Replay:
                 "run_id": self._run_id,
             },
             version=version,
+            kv=self._kv_work,
         )
 
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest.files import whole_file
+from loadtest.kv_work import KvWork, shown
 from loadtest.tally import Tally
 
 Setting = str | int | float | bool | None
@@ -62,6 +63,7 @@ class Report(msgspec.Struct, frozen=True):
     wrong_lengths: int  # answers of another length than the trace's prompt or output
     interrupted: bool
     wall_s: float
+    kv: KvWork | None = None  # None when no worker could be asked
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -96,6 +98,7 @@ def build_report(
     interrupted: bool,
     settings: Mapping[str, Setting],
     version: str,
+    kv: KvWork | None = None,
 ) -> Report:
     measured = tally.measured
     hit_rate = share(tally.cached_tokens, tally.prompt_tokens)
@@ -128,6 +131,7 @@ def build_report(
         wrong_lengths=tally.wrong_lengths,
         interrupted=interrupted,
         wall_s=wall_s,
+        kv=kv,
     )
 
 
@@ -181,12 +185,14 @@ def print_report(report: Report, console: Console) -> None:
     head.add_row("KV hit rate", percent(report.kv_hit_rate))
     head.add_row("ideal hit rate", percent(report.ideal_hit_rate))
     head.add_row("lost KV reuse", percent(report.lost_kv_reuse))
+    for name, text in shown(report.kv) if report.kv is not None else ():
+        head.add_row(name, text)
     head.add_row("phase switches", str(report.switches))
     if report.splits:
-        shown = [f"{p}P{d}D at {t:.0f} s" for t, p, d in report.splits]
-        if len(shown) > 8:
-            shown = [*shown[:4], f"... {len(shown) - 8} more", *shown[-4:]]
-        head.add_row("split", ", ".join(shown))
+        splits = [f"{p}P{d}D at {t:.0f} s" for t, p, d in report.splits]
+        if len(splits) > 8:
+            splits = [*splits[:4], f"... {len(splits) - 8} more", *splits[-4:]]
+        head.add_row("split", ", ".join(splits))
     console.print(head)
     times = Table(title="Times (seconds of the trace)", title_justify="left")
     times.add_column("")

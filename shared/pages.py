@@ -128,6 +128,16 @@ class PathHasher:
         """int32[tokens_seen % page_size]: a copy of the tokens of the partial last page."""
         return self._tail[: self._tail_tokens].copy()
 
+    def tail_digest(self) -> bytes | None:
+        """A name for the partial last page: chained as a full page's, 32 bytes; None when there is none.
+
+        SGLang has no such name; between our own nodes it stands for the KV of a prompt's last tokens.
+        """
+        if not self._tail_tokens:
+            return None
+        parent = self._digests[-1] if self._digests else self._seed
+        return sha256(parent + self._tail[: self._tail_tokens].tobytes()).digest()
+
     def extend(self, tokens: Tokens) -> PageArray:
         """Append tokens; int64 hashes of the pages that they complete, often none.
 

@@ -1,25 +1,24 @@
-"""The eviction order against a plain reading of Algorithm E.2: least (1[R > 0], T) of the unpinned pages."""
+"""The eviction order against a plain reading of Algorithm E.2: least (1[R > 0], T) of the unpinned slots."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.kv import eviction
-from worker.kv.eviction import EvictionOrder
+from worker.kv.eviction import EvictionOrder, Flags, Slots
 
-PAGES = st.integers(0, 11)
+SLOTS = 12
+PATH = st.lists(st.integers(0, SLOTS - 1), unique=True, max_size=6)
 ACTIONS = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), PAGES),
-        st.tuples(st.just("remove"), PAGES),
-        st.tuples(st.just("touch"), st.lists(PAGES, unique=True, max_size=6)),
-        st.tuples(st.just("pin"), PAGES),
-        st.tuples(st.just("unpin"), PAGES),
-        st.tuples(st.just("evict"), st.none()),
-        st.tuples(st.just("counts"), st.tuples(st.lists(PAGES, max_size=4), st.lists(PAGES, max_size=4))),
-        st.tuples(st.just("full"), st.sets(PAGES)),
+        st.tuples(st.just("add"), st.lists(st.tuples(st.integers(0, SLOTS - 1), st.booleans()), max_size=6)),
+        st.tuples(st.sampled_from(["remove", "touch", "pin", "unpin", "set", "clear"]), PATH),
+        st.tuples(st.just("evict"), st.integers(-1, 5)),
     ),
     max_size=80,
 )
@@ -35,108 +34,225 @@ class Naive:
         self.pins: dict[int, int] = {}
         self.positive: set[int] = set()
 
-    def access(self, page: int) -> None:
-        self.now += 1
-        self.last[page] = self.now
+    def access(self, path: list[int]) -> None:
+        for slot in reversed(path):
+            self.now += 1
+            self.last[slot] = self.now
 
-    def evict(self) -> tuple[int, bool] | None:
-        free = [page for page in self.last if not self.pins.get(page)]
-        if not free:
-            return None
-        page = min(free, key=lambda p: (self.by_count and p in self.positive, self.last[p]))
-        del self.last[page]
-        return page, page in self.positive
+    def remove(self, slot: int) -> tuple[int, bool]:
+        del self.last[slot]
+        self.pins.pop(slot, None)
+        counted = slot in self.positive
+        self.positive.discard(slot)
+        return slot, counted
+
+    def unpin(self, path: list[int]) -> None:
+        for slot in path:
+            self.pins[slot] -= 1
+        self.access([slot for slot in path if not self.pins[slot]])
+        self.pins = {slot: pins for slot, pins in self.pins.items() if pins}
+
+    def evict(self, slots: int) -> list[tuple[int, bool]]:
+        victims: list[tuple[int, bool]] = []
+        while len(victims) < slots and (free := [slot for slot in self.last if slot not in self.pins]):
+            victims.append(
+                self.remove(min(free, key=lambda s: (self.by_count and s in self.positive, self.last[s])))
+            )
+        return victims
 
 
-@given(ACTIONS, st.booleans())
-@settings(max_examples=400, deadline=None)
-def test_order_equals_the_algorithm(actions: list[tuple[str, object]], by_count: bool) -> None:
-    order, naive = EvictionOrder(by_count=by_count), Naive(by_count)
+def slots_of(path: list[int]) -> Slots:
+    return np.array(path, np.intp)
+
+
+def flags_of(flags: list[bool]) -> Flags:
+    return np.array(flags, np.bool_)
+
+
+def evicted(order: EvictionOrder, slots: int) -> list[tuple[int, bool]]:
+    victims, flags = order.evict(slots)
+    assert victims.dtype == np.intp and flags.dtype == np.bool_
+    return list(zip(victims.tolist(), flags.tolist(), strict=True))
+
+
+def whole(order: EvictionOrder) -> tuple[object, ...]:
+    """All that can be seen without a change."""
+    every = np.arange(SLOTS)
+    numbers = (len(order), order.pinned_slots, order.counted_slots, order.evictable)
+    return numbers, order.is_counted(every).tolist(), order.is_pinned(every).tolist()
+
+
+@given(ACTIONS, st.booleans(), st.sampled_from([1, 2, 5, 256]))
+@settings(max_examples=500, deadline=None)
+def test_order_equals_the_algorithm(actions: list[tuple[str, object]], by_count: bool, block: int) -> None:
+    # Small blocks: a log of few positions is packed often, and slots lie in many blocks.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eviction, "_BLOCK", block)
+        compare(actions, by_count)
+
+
+def compare(actions: list[tuple[str, object]], by_count: bool) -> None:
+    order, naive = EvictionOrder(SLOTS, by_count=by_count), Naive(by_count)
     for action, what in actions:
-        match action, what:
-            case "add", int(page):
-                order.add_path([page])
-                naive.access(page)
-            case "remove", int(page) if page in naive.last:
-                order.remove(page)
-                del naive.last[page]
-                naive.pins.pop(page, None)
-            case "touch", list(path):
-                path = [page for page in path if page in naive.last]
-                order.touch_path(path)
-                for page in reversed(path):
-                    naive.access(page)
-            case "pin", int(page) if page in naive.last:
-                order.pin_path([page])
-                naive.pins[page] = naive.pins.get(page, 0) + 1
-            case "unpin", int(page) if naive.pins.get(page):
-                order.unpin_path([page])
-                naive.pins[page] -= 1
-                if not naive.pins[page]:
-                    del naive.pins[page]
-                    naive.access(page)
-            case "counts", (list(positive), list(zero)):
-                order.set_counts(positive, zero)
-                naive.positive = (naive.positive | set(positive)) - set(zero)
-            case "full", set(positive):
-                order.set_all_counts(positive)
-                naive.positive = set(positive)
-            case "evict", _:
-                expected = naive.evict()
-                assert order.evict() == ([] if expected is None else [expected])
-        assert set(order.present) == set(naive.last)
-        assert order.pins == naive.pins
-        assert order.counted_pages == len(naive.positive & set(naive.last))
-        assert order.absent_counted == len(naive.positive - set(naive.last))
-    left = []
-    while (expected := naive.evict()) is not None:
-        left.append(expected)
-    assert order.evict(100) == left and not order.evict()
+        if isinstance(what, int):
+            assert evicted(order, what) == naive.evict(what)
+        elif action == "add":
+            assert isinstance(what, list)
+            new = {slot: counted for slot, counted in what if slot not in naive.last}
+            order.add(slots_of(list(new)), flags_of(list(new.values())))
+            naive.access(list(new))
+            naive.positive |= {slot for slot, counted in new.items() if counted}
+        else:
+            assert isinstance(what, list)
+            path = [slot for slot in what if slot in (naive.pins if action == "unpin" else naive.last)]
+            slots = slots_of(path)
+            match action:
+                case "remove":
+                    flags = order.remove(slots).tolist()
+                    assert list(zip(path, flags, strict=True)) == [naive.remove(slot) for slot in path]
+                case "touch":
+                    order.touch(slots)
+                    naive.access(path)
+                case "pin":
+                    order.pin(slots)
+                    naive.pins |= {slot: naive.pins.get(slot, 0) + 1 for slot in path}
+                case "unpin":
+                    order.unpin(slots)
+                    naive.unpin(path)
+                case "set":
+                    order.set_counted(slots, True)
+                    naive.positive |= set(path)
+                case "clear":
+                    order.set_counted(slots, False)
+                    naive.positive -= set(path)
+        numbers = (len(naive.last), len(naive.pins), len(naive.positive), len(naive.last) - len(naive.pins))
+        counted, pinned = [[s in kept for s in range(SLOTS)] for kept in (naive.positive, naive.pins)]
+        assert whole(order) == (numbers, counted, pinned)
+    assert evicted(order, 100) == naive.evict(100)
+
+
+@pytest.mark.parametrize("by_count", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_order_of_many_slots_in_bulk(seed: int, by_count: bool) -> None:
+    """Blocks of the real size, thousands of slots that lie dense and far apart, and a log packed often."""
+    rng = np.random.default_rng(seed)
+    total = 5000
+    order = EvictionOrder(total, by_count=by_count)
+    last, counted, pins = np.zeros(total, int), np.zeros(total, bool), np.zeros(total, int)
+    now = 0
+
+    def access(slots: Slots) -> None:
+        nonlocal now
+        last[slots[::-1]] = np.arange(now + 1, now + len(slots) + 1)
+        now += len(slots)
+
+    for number in range(150):
+        present = rng.permutation(np.flatnonzero(last))
+        absent = rng.permutation(np.flatnonzero(last == 0))
+        new = absent[: rng.integers(0, total)]
+        counted[new] = rng.random(len(new)) < rng.choice([0, 0.01, 0.5, 0.99, 1])
+        order.add(new, counted[new])
+        access(new)
+        some = present[: rng.integers(0, len(present) + 1)]
+        order.touch(some)
+        access(some)
+        some = present[: rng.integers(0, len(present) + 1) // 8]
+        order.pin(some)
+        pins[some] += 1
+        some = rng.permutation(np.flatnonzero(pins))
+        some = some[: rng.integers(0, len(some) + 1)]
+        order.unpin(some)
+        pins[some] -= 1
+        access(some[pins[some] == 0])
+        some = rng.permutation(np.flatnonzero(last))[:: rng.choice([1, 2, 100])]
+        order.set_counted(some, number % 3 == 0)
+        counted[some] = number % 3 == 0
+        for wanted in (1, 3, int(rng.integers(0, total))):
+            free = np.flatnonzero((last > 0) & (pins == 0))
+            expected = free[np.lexsort((last[free], counted[free] & by_count))][:wanted]
+            victims, flags = order.evict(wanted)
+            assert np.array_equal(victims, expected) and np.array_equal(flags, counted[expected])
+            last[victims], counted[victims] = 0, False
+        assert len(order) == np.count_nonzero(last) and order.pinned_slots == np.count_nonzero(pins)
+        assert order.counted_slots == np.count_nonzero(counted)
 
 
 def test_deeper_pages_of_a_path_leave_first() -> None:
-    order = EvictionOrder()
-    order.add_path([1, 2, 3, 4])
-    assert [victim.page for victim in order.evict(4)] == [4, 3, 2, 1]
+    order = EvictionOrder(4)
+    order.add(slots_of([1, 2, 3, 0]), flags_of([False] * 4))
+    assert order.evict(4)[0].tolist() == [0, 3, 2, 1]
 
 
 def test_zero_counts_leave_before_older_positive_ones_and_keep_their_age() -> None:
-    order = EvictionOrder()
-    for page in (1, 2, 3, 4):
-        order.add_path([page])
-    order.set_counts([1, 2, 3], [])
-    order.set_counts([], [2])  # compaction dropped page 2: as old as it was, so before page 4
-    assert order.evict(4) == [(2, False), (4, False), (1, True), (3, True)]
+    order = EvictionOrder(4)
+    for slot in range(4):
+        order.add(slots_of([slot]), flags_of([slot < 3]))
+    order.set_counted(slots_of([1]), False)  # compaction dropped its page: as old as it was, so before slot 3
+    assert evicted(order, 4) == [(1, False), (3, False), (0, True), (2, True)]
 
 
-def test_a_flag_waits_for_its_page_within_a_bound() -> None:
-    order = EvictionOrder(absent_limit=3)
-    order.set_counts([10, 11, 12, 13], [])
-    assert order.absent_counted == 3 and not order.is_counted(10)
-    for page in (13, 10, 9):
-        order.add_path([page])
-    assert order.evict(3) == [(10, False), (9, False), (13, True)]
+def test_without_counts_the_flags_are_reported_only() -> None:
+    order = EvictionOrder(3, by_count=False)
+    order.add(slots_of([2, 1, 0]), flags_of([False, True, True]))
+    order.set_counted(slots_of([0]), False)
+    assert order.counted_slots == 1 and order.is_counted(slots_of([0, 1])).tolist() == [False, True]
+    assert evicted(order, 3) == [(0, False), (1, True), (2, False)]
 
 
-def test_wrong_use_is_refused() -> None:
-    order = EvictionOrder()
-    with pytest.raises(KeyError):
-        order.pin_path([1])
-    with pytest.raises(KeyError):
-        order.unpin_path([1])
-    with pytest.raises(KeyError):
-        order.remove(1)
+def test_the_end_of_the_last_pin_is_an_access() -> None:
+    order = EvictionOrder(3)
+    order.add(slots_of([2, 1, 0]), flags_of([False] * 3))
+    order.pin(slots_of([0, 1]))
+    order.pin(slots_of([0]))
+    assert order.evictable == 1 and evicted(order, 3) == [(2, False)] and evicted(order, 3) == []
+    order.unpin(slots_of([0, 1]))
+    assert order.is_pinned(slots_of([0, 1, 2])).tolist() == [True, False, False]
+    order.unpin(slots_of([0]))
+    assert evicted(order, 3) == [(1, False), (0, False)]
 
 
-def test_stale_entries_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction, "_SLACK", 8)
-    order = EvictionOrder()
-    for page in range(2000):
-        # Counted pages that go by `remove` leave entries in a heap from which nothing is ever evicted.
-        order.set_counts([page], [])
-        order.add_path([page])
-        order.remove(page)
-    assert len(order) == 0
-    assert sum(len(heap) for heap in order._heaps) < 50
-    order.add_path([7])
-    assert order.evict() == [(7, True)]
+def test_a_slot_that_left_comes_back_without_flag_and_pins() -> None:
+    order = EvictionOrder(1)
+    for _ in range(1000):  # the log of one slot is packed again and again
+        order.add(slots_of([0]), flags_of([True]))
+        order.pin(slots_of([0]))
+        assert evicted(order, 1) == [] and order.remove(slots_of([0])).tolist() == [True]
+        order.add(slots_of([0]), flags_of([False]))
+        assert evicted(order, 1) == [(0, False)]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda order: order.pin(slots_of([0, 3])),
+        lambda order: order.unpin(slots_of([1, 0])),
+        lambda order: order.unpin(slots_of([1, 3])),
+        lambda order: order.touch(slots_of([0, 3])),
+        lambda order: order.remove(slots_of([0, 3])),
+        lambda order: order.set_counted(slots_of([0, 3]), True),
+        lambda order: order.add(slots_of([3, 0]), flags_of([True, True])),
+        lambda order: order.pin(slots_of([0, SLOTS])),
+    ],
+)
+def test_wrong_use_changes_nothing(call: Callable[[EvictionOrder], object]) -> None:
+    order = EvictionOrder(SLOTS)
+    order.add(slots_of([2, 1, 0]), flags_of([False] * 3))
+    order.pin(slots_of([1]))
+    before = whole(order)
+    with pytest.raises((KeyError, ValueError, IndexError)):
+        call(order)
+    assert whole(order) == before
+    order.unpin(slots_of([1]))
+    assert evicted(order, 4) == [(0, False), (2, False), (1, False)]
+
+
+def test_which_slot_was_wrong() -> None:
+    order = EvictionOrder(3)
+    order.add(slots_of([0, 1]), flags_of([True, True]))
+    for call in (order.pin, order.unpin, order.touch, order.remove):
+        with pytest.raises(KeyError, match="2"):
+            call(slots_of([2]))
+    with pytest.raises(ValueError, match="slot 1 is present"):
+        order.add(slots_of([2, 1]), flags_of([True, True]))
+    with pytest.raises(ValueError, match="at least one slot"):
+        EvictionOrder(0)

@@ -17,7 +17,7 @@ from shared.timing import TINY, Profile, query_key_pairs
 from worker.engines.simulated.phase import Ack, Kind
 from worker.engines.simulated.requests import (
     Event,
-    LookupWanted,
+    FetchWanted,
     Moved,
     NeverFits,
     Prefilled,
@@ -30,6 +30,7 @@ from worker.engines.simulated.requests import (
 from worker.engines.simulated.scheduler import Scheduler
 from worker.engines.simulated.transfers import TRANSFER_LATENCY_S, transfer_s
 from worker.kv.cache import NodeCache
+from worker.kv.path import EMPTY, Path
 
 E = TypeVar("E", bound=Event)
 PAGE = TINY.page_size
@@ -47,8 +48,14 @@ def pages(first: int, tokens: int) -> list[int]:
     return list(range(first, first + tokens // PAGE))
 
 
+def tail(tokens: int, first: int) -> Path:
+    """The page that a prompt ends in when it is not full."""
+    return Path.bare([10**9 + first * 1000 + tokens]) if tokens % PAGE else EMPTY
+
+
 def prefill(rid: str, tokens: int, first: int, source: Source | None = None) -> Request:
-    return Request(rid, Kind.PREFILL, tokens, pages(first, tokens), routed=True, source=source)
+    path = Path.bare(pages(first, tokens))
+    return Request(rid, Kind.PREFILL, tokens, path, tail=tail(tokens, first), routed=True, source=source)
 
 
 def generate(
@@ -59,12 +66,34 @@ def generate(
         rid,
         Kind.GENERATE,
         tokens,
-        pages(first, tokens + output),
+        Path.bare(pages(first, tokens + output)),
+        tail=tail(tokens, first),
         output=output,
         room_tokens=room,
         routed=routed,
         source=source,
     )
+
+
+def bring(node: Scheduler, wanted: FetchWanted, came: int | None, t: float) -> None:
+    """What a fetcher does: the first `came` of the pages that are wanted come into host memory; None: the peer fails."""
+    cache, path = node.cache, wanted.path[: came or 0]
+    new = path.take(~cache.in_host(path.pages))
+    slots = cache.reserve(len(new))
+    ends_in_tail = wanted.tail and len(path) == len(wanted.path)
+    if slots.size == len(new):
+        cache.arrived(new, slots, tail=ends_in_tail and len(new) > 0 and new.pages[-1] == path.pages[-1])
+    else:
+        cache.give_back(slots)
+        path = path[:0]
+    reason = "peer_failed" if came is None else "peer_missing" if slots.size == len(new) else "no_room"
+    full = len(path) == len(wanted.path)
+    node.fetched(wanted.request, len(path), cache.hold(path.pages), "" if full else reason, t)
+
+
+def wanted_of(node: Scheduler) -> FetchWanted:
+    (wanted,) = of(FetchWanted, node.take_events())
+    return wanted
 
 
 def drain(node: Scheduler, until: float = math.inf) -> list[Event]:
@@ -110,7 +139,7 @@ def test_prefill_in_chunks_takes_equation_1() -> None:
     assert (second.t_uc, second.begun, second.t_c) == (44, 0, 0)
     assert first.pairs + second.pairs == query_key_pairs(300, 0)
     assert (first.seconds, second.seconds) == (one, two)
-    assert node.cache.held(pages(100, 300)) == 300 // PAGE
+    assert node.cache.held(Path.bare(pages(100, 300)).pages) == 300 // PAGE
     check_empty(node)
 
 
@@ -232,7 +261,7 @@ def test_generated_pages_are_reused_by_the_next_step() -> None:
     node.submit(generate("a", 33, 100, 31), 0.0)
     drain(node)
     # 33 + 31 tokens fill four pages, but the newest token has no KV yet.
-    assert node.cache.held(pages(100, 64)) == 3
+    assert node.cache.held(Path.bare(pages(100, 64)).pages) == 3
     longer = generate("b", 100, 100, 5)
     node.submit(longer, 1.0)
     drain(node)
@@ -294,12 +323,12 @@ def test_a_late_fetch_is_overtaken_and_counts_as_cached() -> None:
     far = prefill("far", 330, 100, Source("http://peer", 20))
     node.submit(far, 0.0)
     node.submit(prefill("near", 256, 5000), 0.0)
-    (wanted,) = of(LookupWanted, node.take_events())
-    assert wanted.url == "http://peer" and wanted.pages == pages(100, 320)
+    (wanted,) = of(FetchWanted, node.take_events())
+    assert wanted.url == "http://peer" and wanted.path.pages.tolist() == pages(100, 320)
     state = node.state("n")
     assert state.running_prefills == ["near"]
     assert [(q.rid, q.t_uc, q.t_c) for q in state.queue] == [("far", 10, 320)] and state.queue[0].ready_t > 0
-    node.looked_up(far, 20, 0.001)
+    bring(node, wanted, 20, 0.001)
     events = drain(node)
     assert [e.request.rid for e in of(Started, events)] == ["far"]
     assert (far.cached, far.fetched, far.restored) == (320, 320, 320)
@@ -312,7 +341,7 @@ def test_a_fetch_takes_its_transfer_time_from_its_arrival_on() -> None:
     node = make()
     request = prefill("a", 330, 100, Source("http://peer", 20))
     node.submit(request, 2.0)
-    node.looked_up(request, 20, 2.001)
+    bring(node, wanted_of(node), 20, 2.001)
     (started,) = of(Started, drain(node))
     assert started.t == pytest.approx(2.0 + TRANSFER_LATENCY_S + 320 * 64 / 1e9)
 
@@ -322,7 +351,7 @@ def test_what_a_peer_lacks_is_recomputed(held: int | None, cached: int, reason: 
     node = make()
     request = prefill("a", 330, 100, Source("http://peer", 20))
     node.submit(request, 0.0)
-    node.looked_up(request, held, 0.001)
+    bring(node, wanted_of(node), held, 0.001)
     drain(node)
     assert (request.cached, request.fetched) == (cached, cached)
     assert node.recomputed[reason] == 320 - cached
@@ -334,25 +363,26 @@ def test_a_decode_node_pulls_everything_and_computes_nothing() -> None:
     node = make(Phase.DECODE)
     request = generate("a", 70, 100, 20, routed=True, url="http://p")
     node.submit(request, 1.0)
-    (wanted,) = of(LookupWanted, node.take_events())
-    assert wanted.pages == pages(100, 70) and node.state("n").decodes == ["a"]
-    node.looked_up(request, 4, 1.001)
+    (wanted,) = of(FetchWanted, node.take_events())
+    assert wanted.path.pages.tolist() == [*pages(100, 70), *tail(70, 100).pages] and wanted.tail
+    assert node.state("n").decodes == ["a"]
+    bring(node, wanted, 5, 1.001)
     events = drain(node)
     begin = 1.0 + transfer_s(TINY, 70)
     tau = TINY.decode.iteration_s(1)
     assert ends(events) == {"a": pytest.approx(begin + 20 * tau)}
     assert of(Progress, events)[0].t == pytest.approx(begin + tau)
     assert {r.phase for r in node.take_records()} == {Phase.DECODE}
-    assert node.cache.held(pages(100, 80)) == 5
+    assert node.cache.held(Path.bare(pages(100, 80)).pages) == 5
     check_empty(node)
 
 
-@pytest.mark.parametrize(("held", "t_uc"), [(4, 0), (3, 22), (0, 70), (None, 70)])
+@pytest.mark.parametrize(("held", "t_uc"), [(5, 0), (4, 6), (3, 22), (0, 70), (None, 70)])
 def test_a_decode_node_recomputes_what_it_cannot_pull(held: int | None, t_uc: int) -> None:
     node = make(Phase.DECODE)
     request = generate("a", 70, 100, 20, routed=True, url="http://p")
     node.submit(request, 1.0)
-    node.looked_up(request, held, 1.001)
+    bring(node, wanted_of(node), held, 1.001)
     drain(node)
     assert sum(r.t_uc for r in node.take_records()) == t_uc
     assert sum(node.recomputed.values()) == t_uc
@@ -365,14 +395,15 @@ def test_a_decode_with_every_page_here_still_asks_for_the_tail() -> None:
     node.submit(generate("first", 70, 100, 1), 0.0)
     drain(node)
     node.take_records()
-    for held, t_uc in ((1, 0), (None, 6)):
+    for held, t_uc in ((None, 6), (1, 0)):
         request = generate("again", 70, 100, 5, routed=True, url="http://p")
         node.submit(request, 1.0)
-        (wanted,) = of(LookupWanted, node.take_events())
-        assert wanted.pages == [103]
-        node.looked_up(request, held, 1.0)
+        wanted = wanted_of(node)
+        assert wanted.path.pages.tolist() == tail(70, 100).pages.tolist() and wanted.tail
+        bring(node, wanted, held, 1.0)
         drain(node)
         assert sum(r.t_uc for r in node.take_records()) == t_uc
+    assert int(tail(70, 100).pages[0]) not in node.cache.pages(Tier.L2), "nobody is told of a tail"
 
 
 def test_a_collocated_node_decodes_what_it_prefilled_without_computing_again() -> None:
@@ -381,10 +412,67 @@ def test_a_collocated_node_decodes_what_it_prefilled_without_computing_again() -
     drain(node)
     node.take_records()
     node.submit(generate("a", 70, 100, 5, routed=True), 1.0)
-    node.submit(generate("b", 70, 100, 5, routed=True), 1.0)  # another request: its tail is not here
+    node.submit(generate("b", 69, 100, 5, routed=True), 1.0)  # another prompt: its tail is not here
     drain(node)
-    assert sum(r.t_uc for r in node.take_records()) == 6
+    assert sum(r.t_uc for r in node.take_records()) == 5
     check_empty(node)
+
+
+def test_fewer_tokens_than_the_least_fetch_are_computed() -> None:
+    node = make()
+    least = TINY.fetch.min_tokens // PAGE
+    node.submit(prefill("few", 330, 100, Source("http://peer", least - 1)), 0.0)
+    assert not of(FetchWanted, node.take_events())
+    drain(node)
+    node.submit(prefill("enough", 330, 500, Source("http://peer", least)), 1.0)
+    assert len(wanted_of(node).path) == least
+
+
+def test_what_queued_prefills_reuse_is_loaded_while_they_wait() -> None:
+    node = make(l1_pages=70)
+    node.submit(prefill("early", 320, 100), 0.0)
+    drain(node)
+    node.submit(prefill("push", 1000, 500), 1.0)
+    drain(node)
+    assert not set(pages(100, 320)) <= set(node.cache.pages(Tier.L1).tolist())
+    node.submit(prefill("runs", 256, 2000), 2.0)
+    node.submit(prefill("runs on", 256, 2500), 2.0)
+    again = prefill("again", 320, 100)
+    node.submit(again, 2.0)
+    runs = TINY.prefill.iteration_s(256, query_key_pairs(256, 0), 0) + GAP
+    node.advance(2.0 + 1.5 * runs)
+    assert again.stage is Stage.WAITING and again.lease is not None
+    assert set(pages(100, 320)) <= set(node.cache.pages(Tier.L1).tolist())
+    drain(node)
+    assert again.restored > 0 and again.cached == 319
+    check_empty(node)
+
+
+def test_what_was_computed_after_a_prefill_was_loaded_is_shared_all_the_same() -> None:
+    node = make()
+    node.submit(prefill("runs", 256, 2000), 0.0)
+    first, second = prefill("first", 320, 100), prefill("second", 330, 100)
+    node.submit(first, 0.0)
+    node.submit(second, 0.0)
+    drain(node)
+    assert (first.cached, second.cached) == (0, 256)
+    check_empty(node)
+
+
+def test_the_time_for_which_a_fetch_held_its_request_up() -> None:
+    node = make()
+    request = prefill("a", 330, 100, Source("http://peer", 20))
+    node.submit(request, 2.0)
+    bring(node, wanted_of(node), 20, 2.5)
+    drain(node)
+    assert request.exposed_s == pytest.approx(0.5)
+    hidden = prefill("b", 330, 500, Source("http://peer", 20))
+    node.submit(prefill("busy", 256, 5000), 3.0)
+    node.submit(hidden, 3.0)
+    (wanted,) = of(FetchWanted, node.take_events())
+    bring(node, wanted, 20, 3.0)
+    drain(node)
+    assert hidden.exposed_s == 0.0 and hidden.cached == 320
 
 
 # ------------------------------------------------------------------------------------- phase changes
@@ -416,7 +504,7 @@ def test_a_phase_change_hands_back_the_queue_and_finishes_what_runs() -> None:
     assert ends(events)["direct"] > 0
     after = node.state("n")
     assert (after.phase, after.epoch, after.draining) == (Phase.DECODE, 5, False)
-    assert node.cache.held(pages(100, 300)) == 18
+    assert node.cache.held(Path.bare(pages(100, 300)).pages) == 18
     node.submit(generate("served", 20, 800, 3, routed=True), 1.0)
     assert "served" in ends(drain(node))
     check_empty(node)
@@ -485,7 +573,8 @@ def test_queued_decodes_that_have_not_begun_to_pull_are_handed_back() -> None:
     node.set_role(1, Phase.PREFILL, 0.001)
     events = node.take_events()
     assert [e.request.rid for e in of(Moved, events)] == ["waits"]
-    node.looked_up(first, 4, 0.002)
+    (wanted,) = of(FetchWanted, events)
+    bring(node, wanted, 4, 0.002)
     events = drain(node)
     assert set(ends(events)) == {"pulls"} and node.role.phase is Phase.PREFILL
 
@@ -517,17 +606,18 @@ def test_an_abort_at_any_moment_frees_everything(moment: float, answered: bool) 
     ]
     for request in requests:
         node.submit(request, 0.0)
-    for event in of(LookupWanted, node.take_events()):
+    fetches = of(FetchWanted, node.take_events())
+    for wanted in fetches:
         if answered:
-            node.looked_up(event.request, len(event.pages), 0.0003)
+            bring(node, wanted, len(wanted.path), 0.0003)
     for request in requests:
         node.abort(request, moment)
         node.abort(request, moment)
     check_empty(node)
     node.take_events()
     assert ends(drain(node)) == {}
-    for request in requests:
-        node.looked_up(request, 3, 1.0)
+    for wanted in fetches:
+        bring(node, wanted, 3, 1.0)
     check_empty(node)
     state = node.state("n")
     assert (state.queue, state.running_prefills, state.decodes, state.decode_tokens) == ([], [], [], 0)
@@ -560,12 +650,12 @@ def play(ops: list[tuple[str, int, float]], every_s: float | None) -> tuple[dict
     node = make(l1_pages=60, profile=msgspec.structs.replace(TINY, t_acc=1.3))
     events: list[Event] = []
     live: list[Request] = []
-    pending: list[LookupWanted] = []
+    pending: list[FetchWanted] = []
     t, stepped = 0.0, 0.0
 
     def collect() -> None:
         new = node.take_events()
-        pending.extend(of(LookupWanted, new))
+        pending.extend(of(FetchWanted, new))
         events.extend(new)
 
     def step_to(goal: float) -> None:
@@ -596,13 +686,13 @@ def play(ops: list[tuple[str, int, float]], every_s: float | None) -> tuple[dict
             node.abort(live.pop(size % len(live)), t)
         elif op == "answer":
             while pending:
-                node.looked_up(pending.pop(0).request, size % 7 if size % 3 else None, t)
+                bring(node, pending.pop(0), size % 7 if size % 3 else None, t)
         elif op == "role":
             node.set_role(number + 1, list(Phase)[size % 3], t)
         collect()
     while node.requests:
         for wanted in pending:
-            node.looked_up(wanted.request, len(wanted.pages), t)
+            bring(node, wanted, len(wanted.path), t)
         pending.clear()
         t += 0.05
         step_to(t)

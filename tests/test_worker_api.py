@@ -172,7 +172,8 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
         ("/v1/tokenize", {"model": "other", "prompt": "x"}, 404, "model", "model_not_found"),
         ("/abort_request", {"id": 5}, 400, "rid", None),
         ("/ei/v1/prefill", "no msgpack", 400, None, None),
-        ("/ei/v1/pages/lookup", "12345", 400, None, None),
+        ("/ei/v1/pages/pin", "12345", 400, None, None),
+        ("/ei/v1/pages/release", "12345", 400, None, None),
         ("/v1/nothing", {}, 404, None, "unknown_url"),
     ],
 )  # fmt: skip

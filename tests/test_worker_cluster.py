@@ -23,6 +23,7 @@ from shared.messages import (
     FetchPlan,
     Iterations,
     NodeState,
+    PageArray,
     PagesCleared,
     Phase,
     PrefillCall,
@@ -131,7 +132,7 @@ async def test_kv_events_and_snapshot_tell_what_the_node_holds(
         snapshot = await fetch_snapshot(http, (await bus.nodes())["n1"])
         assert (snapshot.node, snapshot.incarnation, snapshot.seq) == ("n1", w.instance, events[-1].seq)
         assert set(np.frombuffer(snapshot.l2, "<i8").tolist()) == set(w.cache.pages(Tier.L2))
-        assert w.cache.l2_used == 60 and w.cache.evicted[Tier.L2, False] == 60
+        assert len(w.cache.pages(Tier.L2)) + w.cache.evicted[Tier.L2, False] == 120
 
 
 # ------------------------------------------------------------------------------------- transfers
@@ -146,11 +147,12 @@ async def test_decode_pulls_from_prefill_and_the_next_prefill_from_decode(
     ):
         await prefill(http, p.url, call("r1"))
         headers = {"X-EI-Request-Id": "r1", "X-EI-KV-Source": p.url, "X-EI-Cached-Tokens": "77"}
-        status, answer, _ = await generate(http, d.url, headers)
+        status, answer, _ = await generate(http, d.url, headers, 60)
         assert status == 200
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 77
-        assert (d.engine.tokens[Phase.PREFILL], d.engine.tokens[Phase.DECODE]) == (0, 20)
-        assert answer["usage"]["decode_iterations"] == 20
+        assert (d.engine.tokens[Phase.PREFILL], d.engine.tokens[Phase.DECODE]) == (0, 60)
+        assert answer["usage"]["decode_iterations"] == 60
+        assert d.fetcher.counts.pages == 21 and p.page_service.lent_pages == 21  # the tail is one of them
         # The next step: the prefill node lacks what was decoded, the decode node has it.
         step = np.concatenate([PROMPT, np.frombuffer(answer["choices"][0]["text"].encode(), np.uint8)])
         longer = np.concatenate([step, np.arange(50)]).astype(np.int32)
@@ -320,11 +322,11 @@ class _Heard:
     def set_role(self, epoch: int, phase: Phase) -> None:
         self.calls.append((epoch, phase))
 
-    def set_counts(self, positive: list[int], zero: list[int]) -> None:
-        self.calls.append((positive, zero))
+    def set_counts(self, positive: PageArray, zero: PageArray) -> None:
+        self.calls.append((positive.tolist(), zero.tolist()))
 
-    def set_all_counts(self, positive: list[int]) -> None:
-        self.calls.append((positive,))
+    def set_all_counts(self, positive: PageArray) -> None:
+        self.calls.append((positive.tolist(),))
 
 
 def test_all_counts_are_asked_for_until_they_come_and_after_a_gap() -> None:

@@ -22,7 +22,9 @@ async def node(
     redis_url: str, cluster: str, name: str = "n1", **settings: Any
 ) -> AsyncIterator[WorkerService]:
     """A worker with the `tiny` profile, ten times as fast as it; afterwards nothing may be left on it."""
-    base: dict[str, Any] = {"profile": "tiny", "model": "m", "speedup": 10.0, "grace_s": 0.1}
+    base: dict[str, Any] = {
+        "profile": "tiny", "model": "m", "speedup": 10.0, "grace_s": 0.1, "transport": "tcp", "page_bytes": 256
+    }  # fmt: skip
     service = WorkerService(WorkerSettings(redis=redis_url, cluster=cluster, node=name, **(base | settings)))
     async with running(service):
         yield service
@@ -33,7 +35,9 @@ async def check_empty(service: WorkerService) -> None:
     """No request, no pin and no promised page; free + indexed pages = all pages."""
     cache = service.cache
     await eventually(lambda: not service.scheduler.requests and not service.engine.running)
-    assert cache.l1_pinned == cache.l1_room == cache.l2_pinned == 0
+    # Loans end when the peer has said so, a little later than its request.
+    await eventually(lambda: cache.l1_pinned == cache.l1_room == cache.l2_pinned == 0)
+    assert not service.fetcher.pages_in_flight
     assert cache.l1_free + cache.l1_used == cache.l1_pages
 
 

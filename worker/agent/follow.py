@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from shared.messages import CountsChanged, CountsFull, Phase, RolePlan, unpack_pages
+from shared.messages import CountsChanged, CountsFull, PageArray, Phase, RolePlan, unpack_pages
 from shared.streams import Event
 
 FIRST_ASK_S, LAST_ASK_S = 2.0, 30.0
@@ -19,9 +19,9 @@ FIRST_ASK_S, LAST_ASK_S = 2.0, 30.0
 class Listener(Protocol):
     def set_role(self, epoch: int, phase: Phase) -> None: ...
 
-    def set_counts(self, positive: list[int], zero: list[int]) -> None: ...
+    def set_counts(self, positive: PageArray, zero: PageArray) -> None: ...
 
-    def set_all_counts(self, positive: list[int]) -> None: ...
+    def set_all_counts(self, positive: PageArray) -> None: ...
 
 
 class Follower:
@@ -44,7 +44,7 @@ class Follower:
             if phase is not None:
                 self._listener.set_role(message.epoch, phase)
         elif isinstance(message, CountsFull):
-            self._listener.set_all_counts(unpack_pages(message.positive).tolist())
+            self._listener.set_all_counts(unpack_pages(message.positive))
             self._producer, self._seq, self._complete = event.producer, event.seq, True
             self._pause_s = FIRST_ASK_S
         elif isinstance(message, CountsChanged):
@@ -54,9 +54,7 @@ class Follower:
                     self._next_ask_s = 0.0
                 self._complete = False
             self._producer, self._seq = event.producer, event.seq
-            self._listener.set_counts(
-                unpack_pages(message.positive).tolist(), unpack_pages(message.zero).tolist()
-            )
+            self._listener.set_counts(unpack_pages(message.positive), unpack_pages(message.zero))
 
     def wants_counts(self, wall_s: float) -> bool:
         """Whether to ask the directory for all counts now; true once per pause until they come."""

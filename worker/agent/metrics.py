@@ -10,10 +10,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from shared.messages import Phase, Tier
-from shared.timing import Profile
+from worker.agent.page_service import PageService
 from worker.engines.simulated.engine import Engine
 from worker.engines.simulated.phase import Ack
 from worker.engines.simulated.scheduler import Scheduler
+from worker.transport.fetch import Fetcher
 from worker.transport.peers import PeerClient
 
 
@@ -27,13 +28,14 @@ class WorkerMetrics(Collector):
     def __init__(
         self,
         registry: CollectorRegistry,
-        profile: Profile,
         scheduler: Scheduler,
         engine: Engine,
+        fetcher: Fetcher,
         peers: PeerClient,
+        page_service: PageService,
     ) -> None:
-        self._profile = profile
-        self._scheduler, self._engine, self._peers = scheduler, engine, peers
+        self._scheduler, self._engine, self._fetcher = scheduler, engine, fetcher
+        self._peers, self._page_service = peers, page_service
         self._switches = 0
         self._drain_s = 0.0
         self._switch_s = 0.0
@@ -46,6 +48,8 @@ class WorkerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._kv()
+        yield from self._fetches()
+        yield from self._loans()
         yield from self._requests()
         yield from self._work()
         yield from self._role()
@@ -54,7 +58,7 @@ class WorkerMetrics(Collector):
         cache = self._scheduler.cache
         pages = GaugeMetricFamily("ei_worker_kv_pages", "KV pages held", labels=["tier", "count"])
         size = GaugeMetricFamily("ei_worker_kv_bytes", "Bytes of KV held", labels=["tier", "count"])
-        page_bytes = self._profile.page_size * self._profile.kv_bytes_per_token
+        page_bytes = self._fetcher.page_bytes
         for tier, used in ((Tier.L1, cache.l1_used), (Tier.L2, cache.l2_used)):
             positive = cache.counted(tier)
             for counted, number in ((True, positive), (False, used - positive)):
@@ -67,7 +71,10 @@ class WorkerMetrics(Collector):
         capacity.add_metric(["l1"], cache.l1_pages)
         capacity.add_metric(["l2"], cache.l2_pages)
         yield capacity
-        yield GaugeMetricFamily("ei_worker_kv_pinned_pages", "L1 pages in use by requests", cache.l1_pinned)
+        pinned = GaugeMetricFamily("ei_worker_kv_pinned_pages", "KV pages in use", labels=["tier"])
+        pinned.add_metric(["l1"], cache.l1_pinned)
+        pinned.add_metric(["l2"], cache.l2_pinned)
+        yield pinned
         yield GaugeMetricFamily("ei_worker_kv_reserved_pages", "L1 pages promised to requests", cache.l1_room)
         evicted = CounterMetricFamily("ei_worker_kv_evicted_pages", "Pages evicted", labels=["tier", "count"])
         for (tier, counted), number in cache.evicted.items():
@@ -76,6 +83,35 @@ class WorkerMetrics(Collector):
         yield CounterMetricFamily(
             "ei_worker_kv_unwritten_pages", "Pages not written through to a full L2", cache.unwritten_pages
         )
+
+        yield CounterMetricFamily(
+            "ei_worker_kv_corrupt_pages", "Pages dropped because their bytes had changed", cache.corrupt_pages
+        )
+
+    def _fetches(self) -> Iterator[Metric]:
+        counts = self._fetcher.counts
+        for name, text, number in (
+            ("fetches", "Transfers from peers", counts.fetches),
+            ("fetched_pages", "Pages that came from peers", counts.pages),
+            ("fetched_bytes", "Bytes that came from peers", counts.bytes),
+            ("fetch_wall_seconds", "Wall seconds of transfers, from the question to the last page", counts.seconds),
+            ("fetch_shared_pages", "Pages wanted while on their way for another request", counts.shared_pages),
+            ("fetch_corrupt_pages", "Pages that came with other bytes than the peer said", counts.corrupt_pages),
+            ("fetch_failures", "Transfers that a peer did not finish", counts.failures),
+            ("peer_failures", "Questions for pages and transfers that failed", self._peers.failures),
+            ("fetch_seconds", "Cluster seconds that prefills waited for, or overlapped with, fetches", self._engine.fetch_s),
+            ("exposed_fetch_seconds", "Cluster seconds of these that held a prefill up", self._engine.exposed_s),
+        ):  # fmt: skip
+            yield CounterMetricFamily(f"ei_worker_{name}", text, number)
+
+    def _loans(self) -> Iterator[Metric]:
+        loans = self._page_service.loans
+        yield GaugeMetricFamily("ei_worker_lent_pages", "Pages that peers have pinned", loans.pages)
+        yield CounterMetricFamily(
+            "ei_worker_loaned_pages", "Pages lent to peers", self._page_service.lent_pages
+        )
+        yield CounterMetricFamily("ei_worker_loans_expired", "Loans that peers did not end", loans.expired)
+        yield CounterMetricFamily("ei_worker_loans_refused", "Loans beyond what may be pinned", loans.refused)
 
     def _requests(self) -> Iterator[Metric]:
         queued = GaugeMetricFamily("ei_worker_queued_requests", "Requests that wait", labels=["kind"])
@@ -110,7 +146,6 @@ class WorkerMetrics(Collector):
         for reason, number in self._scheduler.recomputed.items():
             lost.add_metric([reason], number)
         yield lost
-        yield CounterMetricFamily("ei_worker_peer_failures", "Page lookups that failed", self._peers.failures)
 
     def _role(self) -> Iterator[Metric]:
         role = self._scheduler.role

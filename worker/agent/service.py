@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from urllib.parse import urlsplit
 
-import msgspec
 from aiohttp import web
 
 from shared import kvsnapshot
 from shared.api_errors import openai_errors
+from shared.config import ConfigError
 from shared.kvsnapshot import send_snapshot
 from shared.messages import (
     Began,
@@ -26,6 +27,7 @@ from shared.messages import (
     Iterations,
     KvSnapshot,
     NodeInfo,
+    PageArray,
     PagesCleared,
     PagesRemoved,
     PagesStored,
@@ -35,25 +37,30 @@ from shared.messages import (
     RoleStage,
     Tier,
     pack_pages,
-    unpack_pages,
 )
-from shared.openai import ApiError
 from shared.service import Service
 from shared.streams import Event
 from worker.agent.follow import Follower
 from worker.agent.metrics import WorkerMetrics
+from worker.agent.page_service import PageService
 from worker.agent.settings import WorkerSettings
 from worker.engines.simulated.api import Api
 from worker.engines.simulated.engine import Engine
+from worker.engines.simulated.kv_bytes import SimulatedMemory
 from worker.engines.simulated.phase import Ack
 from worker.engines.simulated.scheduler import Scheduler
+from worker.kv.arena import Arena
 from worker.kv.cache import KvChange, NodeCache
+from worker.transport.base import TransportMissing
+from worker.transport.choose import make_transport
+from worker.transport.fetch import Fetcher
 from worker.transport.peers import PeerClient
 
 STATE_S = 0.02
 DECODE_STATE_S = 0.1
 IDLE_STATE_S = 1.0
 RECORDS_S = 0.5
+LOANS_S = 0.5  # between two looks for loans whose time is over
 EVENT_PAGES = 8192  # pages in one KV event, at most
 _PLANS = 256  # newest messages on `roles` among which the last plan is looked for
 
@@ -67,10 +74,12 @@ class WorkerService(Service):
         self.hardware = settings.hardware()
         self.node = settings.node
         page = self.hardware.page_size
-        self.cache = NodeCache(
-            self.hardware.l1_tokens // page,
-            self.hardware.l2_tokens // page,
-            by_count=settings.eviction == "count",
+        l1_pages, l2_pages = self.hardware.l1_tokens // page, self.hardware.l2_tokens // page
+        self.arena = Arena(l1_pages + l2_pages, settings.page_bytes, huge_pages=settings.huge_pages)
+        self.memory = SimulatedMemory(self.arena)
+        self.cache = NodeCache(l1_pages, l2_pages, by_count=settings.eviction == "count", memory=self.memory)
+        self.page_service = PageService(
+            self.cache, self.memory, self.instance, max(1, int(l2_pages * settings.lend_share))
         )
         self._api = Api(settings.model, page, self.hardware.max_context)
         self._stopping = False
@@ -80,6 +89,7 @@ class WorkerService(Service):
     async def startup(self) -> None:
         if not self.node:
             self.node = self.url.removeprefix("http://").replace("[", "").replace("]", "").replace(":", "-")
+        await self._start_transport()
         events = await self.bus.last("roles", _PLANS)
         epoch, phase = self._planned(events)
         self.scheduler = Scheduler(self.hardware, self.cache, phase=phase, epoch=epoch, now=self.clock.now())
@@ -95,17 +105,22 @@ class WorkerService(Service):
         ):  # fmt: skip
             self.spawn(publisher.run(), "publish")
         self._kv_out.publish(PagesCleared(began=Began(phase, epoch, self._started_t)))
-        self.peers = PeerClient(self.http, self.worker_settings.peer_timeout_s)
+        settings = self.worker_settings
+        self.peers = PeerClient(self.http, settings.page_bytes, settings.peer_timeout_s)
+        self.fetcher = Fetcher(
+            self.cache, self.memory, self.transport, self.peers, self.spawn,
+            timeout_s=settings.fetch_timeout_s, on_pages=lambda: self.engine.tell_pages(),
+        )  # fmt: skip
         self.engine = Engine(
             self.scheduler,
             self.clock,
-            self.peers,
+            self.fetcher,
             self.spawn,
             on_kv=self._moved_pages,
             on_ack=self._acknowledge,
         )
         self.worker_metrics = WorkerMetrics(
-            self.metrics, self.hardware, self.scheduler, self.engine, self.peers
+            self.metrics, self.scheduler, self.engine, self.fetcher, self.peers, self.page_service
         )
         self._api.start(self.engine)
         self._follower = Follower(self.node, self)
@@ -114,13 +129,29 @@ class WorkerService(Service):
         self.spawn(self.engine.run(), "engine")
         self.spawn(self._report_state(), "state")
         self.spawn(self._report_iterations(), "iterations")
+        self.spawn(self._end_loans(), "loans")
         if epoch:
             # The planner may be waiting for an earlier life of this node.
             self._acknowledge(Ack(RoleStage.SWITCHED, epoch, phase, self.clock.now(), 0.0, 0.0))
         self.log.info(
             "node", node=self.node, profile=self.hardware.name, phase=phase, epoch=epoch,
             l1_pages=self.cache.l1_pages, l2_pages=self.cache.l2_pages,
+            page_bytes=self.arena.page_bytes, huge_pages=self.arena.huge_pages,
+            transport=self.transport.name, transport_address=self.transport.endpoint.address,
         )  # fmt: skip
+
+    async def _start_transport(self) -> None:
+        settings = self.worker_settings
+        host = settings.transport_host or urlsplit(self.url).hostname or "127.0.0.1"
+        bind = "" if settings.host in ("0.0.0.0", "::") else settings.transport_host or settings.host
+        try:
+            self.transport = await make_transport(
+                settings.transport, self.arena, host,
+                protocol=settings.protocol, devices=settings.rdma_devices, interface=bind,
+            )  # fmt: skip
+        except (TransportMissing, OSError) as error:
+            raise ConfigError(f"cannot serve KV pages on {host}: {error}") from None
+        self.page_service.start(self.transport)
 
     async def main_loop(self) -> None:
         while True:
@@ -133,6 +164,9 @@ class WorkerService(Service):
         self._stopping = True
         await self.bus.unregister_node(self.node)
         await self.engine.stop(self.worker_settings.grace_s)
+        self.fetcher.close()
+        await self.transport.close()
+        self.arena.close()
         await self._kv_out.flush(1.0)
         await self._roles_out.flush(1.0)
 
@@ -180,17 +214,17 @@ class WorkerService(Service):
             self.log.info("phase_change", epoch=epoch, before=before, after=phase)
         self.engine.set_role(epoch, phase)
 
-    def set_counts(self, positive: list[int], zero: list[int]) -> None:
+    def set_counts(self, positive: PageArray, zero: PageArray) -> None:
         self.cache.set_counts(positive, zero)
 
-    def set_all_counts(self, positive: list[int]) -> None:
+    def set_all_counts(self, positive: PageArray) -> None:
         self.cache.set_all_counts(positive)
 
     # ------------------------------------------------------------------------------ told to the cluster
 
     def _moved_pages(self, changes: list[KvChange]) -> None:
         for stored, tier, pages in changes:
-            for at in range(0, len(pages), EVENT_PAGES):
+            for at in range(0, pages.size, EVENT_PAGES):
                 packed = pack_pages(pages[at : at + EVENT_PAGES])
                 self._kv_out.publish(PagesStored(tier, packed) if stored else PagesRemoved(tier, packed))
 
@@ -217,6 +251,11 @@ class WorkerService(Service):
             except TimeoutError:
                 pass
 
+    async def _end_loans(self) -> None:
+        while True:
+            await asyncio.sleep(LOANS_S)
+            self.page_service.expire()
+
     async def _report_iterations(self) -> None:
         while True:
             await asyncio.sleep(RECORDS_S)
@@ -230,7 +269,7 @@ class WorkerService(Service):
     def routes(self, app: web.Application) -> None:
         app.middlewares.append(openai_errors)
         app.router.add_get(kvsnapshot.PATH, self._get_snapshot)
-        app.router.add_post("/ei/v1/pages/lookup", self._post_lookup)
+        self.page_service.routes(app)
         self._api.routes(app)
 
     async def _get_snapshot(self, request: web.Request) -> web.StreamResponse:
@@ -244,12 +283,3 @@ class WorkerService(Service):
             l2=pack_pages(self.cache.pages(Tier.L2)),
         )
         return await send_snapshot(request, snapshot)
-
-    async def _post_lookup(self, request: web.Request) -> web.Response:
-        self._api.engine.flush()
-        try:
-            pages = unpack_pages(await request.read()).tolist()
-        except ValueError as error:
-            raise ApiError(400, f"The body must be page hashes of 8 bytes each: {error}") from None
-        answer = {"held": self.cache.read(pages), "incarnation": self.instance}
-        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")

@@ -21,7 +21,22 @@ class WorkerSettings(Settings, kw_only=True):
     capacity_scale: Annotated[float, Doc("factor on both capacities")] = 1.0
     eviction: Annotated[Literal["count", "lru"], Doc("order in which pages leave host memory")] = "count"
     ttl_s: Annotated[float, Doc("wall seconds after which a silent node counts as gone")] = 3.0
-    peer_timeout_s: Annotated[float, Doc("wall seconds that a peer has to answer a page lookup")] = 1.0
+    page_bytes: Annotated[
+        int, Doc("bytes of a KV page in the arena: simulated KV is smaller than the model's")
+    ] = 4096
+    huge_pages: Annotated[bool, Doc("use huge pages for the arena when there are enough")] = True
+    transport: Annotated[
+        Literal["auto", "mooncake", "tcp"],
+        Doc("how pages are read from peers; auto: Mooncake where there is RDMA"),
+    ] = "auto"
+    protocol: Annotated[
+        Literal["auto", "tcp", "rdma"], Doc("what Mooncake runs over; auto: RDMA, if any")
+    ] = "auto"
+    rdma_devices: Annotated[str, Doc("RDMA devices for Mooncake, comma-separated; empty for all")] = ""
+    transport_host: Annotated[str, Doc("address of the interface for KV; empty for the advertised host")] = ""
+    peer_timeout_s: Annotated[float, Doc("wall seconds that a peer has to answer a question for pages")] = 1.0
+    fetch_timeout_s: Annotated[float, Doc("wall seconds after which a fetch is given up")] = 10.0
+    lend_share: Annotated[float, Doc("part of host memory that peers may have pinned at a time")] = 0.5
     grace_s: Annotated[float, Doc("wall seconds for running requests when the worker is told to stop")] = 5.0
 
     def __post_init__(self) -> None:
@@ -31,9 +46,13 @@ class WorkerSettings(Settings, kw_only=True):
         for name in ("l1_tokens", "l2_tokens", "grace_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
-        for name in ("capacity_scale", "peer_timeout_s"):
+        for name in ("capacity_scale", "peer_timeout_s", "fetch_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        if not 64 <= self.page_bytes <= 2**26 or self.page_bytes % 8:
+            raise ValueError(f"page_bytes must be a multiple of 8 from 64 to {2**26}, not {self.page_bytes}")
+        if not 0 < self.lend_share <= 1:
+            raise ValueError(f"lend_share must be above 0 and at most 1, not {self.lend_share}")
         if self.ttl_s < 1.5:
             raise ValueError(
                 f"ttl_s must be at least 1.5, as the lease is renewed every second, not {self.ttl_s}"

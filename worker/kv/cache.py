@@ -1,83 +1,99 @@
 """Which KV pages a node holds in GPU memory (L1) and host memory (L2), and for whom (section 4.2).
 
 Rules that hold here
-- Accounting only: pages are hashes (int64 as int), no bytes, no clock. Capacities are in pages.
+- No clock and no I/O. Capacities are in pages. Bytes are moved by a `KvMemory`; without one this is accounting only.
 - A request's KV lives in L1. Its `Lease` covers every page that it may need: held pages are pinned, the rest is
-  room that `write` fills. pinned + free-to-evict + room + free = capacity at all times.
+  room that `write` and `load` fill. pinned + free-to-evict + room + free = capacity at all times.
 - Every page that enters L1 is written through to L2, unless everything there is pinned. L1 evicts by LRU, L2 by
   (1[R > 0], T): see `eviction.py`. A page in L2 only is held all the same; leasing it restores it to L1.
+- Pages from a peer enter L2: slots are reserved, written by the transport, and hold a page once it was checked.
+- What does not agree with its checksum when it is restored is dropped and counts as not held.
 - Counts are the node's, not a tier's: the flag of a page survives the loss of one copy and goes with the last
-  (line 20 of Algorithm E.2).
+  (line 20 of Algorithm E.2). One that comes before its page is kept for it, the oldest of too many dropped first.
+- A prompt's tokens beyond its last full page are a *tail*: kept in L2 under a key of their own for the decode that
+  follows, with count zero, and nobody is told of it.
 - Changes are queued in the order in which they happened, removals before what took their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import filterfalse
 from typing import NamedTuple
 
-from shared.messages import Tier
-from worker.kv.eviction import EvictionOrder
+import numpy as np
+
+from shared.messages import PageArray, Tier
+from worker.kv.memory import KvMemory
+from worker.kv.path import Path, Slots
+from worker.kv.pool import Flags, PagePool
+
+ABSENT_LIMIT = 1_000_000
 
 
 class KvChange(NamedTuple):
-    """Pages that entered (`stored`) or left one tier."""
+    """Pages (int64[n]) that entered (`stored`) or left one tier."""
 
     stored: bool
     tier: Tier
-    pages: list[int]
+    pages: PageArray
 
 
 class Lease:
-    """The L1 pages of one request: `pages` are pinned, in path order, `room` more are reserved for it."""
+    """The L1 slots of one request: `slots` hold its leading pages and are pinned, `room` more are reserved for it."""
 
-    __slots__ = ("cached_pages", "pages", "restored_pages", "room")
+    __slots__ = ("_slots", "cached_pages", "pages", "restored_pages", "room")
 
-    def __init__(self, pages: list[int], room: int, restored_pages: int) -> None:
-        self.pages = pages
+    def __init__(self, slots: Slots, room: int, restored_pages: int) -> None:
+        self._slots = np.empty(slots.size + room, dtype=np.intp)
+        self._slots[: slots.size] = slots
+        self.pages = slots.size
         self.room = room
-        self.cached_pages = len(pages)  # held when the lease was taken
-        self.restored_pages = restored_pages  # of these, loaded from L2
+        self.cached_pages = slots.size  # held when the lease was taken
+        self.restored_pages = restored_pages  # loaded from L2 since
+
+    @property
+    def slots(self) -> Slots:
+        return self._slots[: self.pages]
+
+    def fill(self, slots: Slots) -> None:
+        self._slots[self.pages : self.pages + slots.size] = slots
+        self.pages += slots.size
+        self.room -= slots.size
 
 
 class NodeCache:
-    """Both tiers of one node."""
+    """Both tiers of one node. The slots of L2 follow those of L1 in the arena."""
 
-    def __init__(self, l1_pages: int, l2_pages: int, *, by_count: bool = True) -> None:
+    def __init__(
+        self, l1_pages: int, l2_pages: int, *, by_count: bool = True, memory: KvMemory | None = None
+    ) -> None:
         if l1_pages < 1 or l2_pages < 0:
             raise ValueError(f"a node needs at least 1 page in L1 and 0 in L2, not {l1_pages} and {l2_pages}")
         self.l1_pages = l1_pages
         self.l2_pages = l2_pages
-        self._l1 = EvictionOrder(by_count=False)
-        self._l2 = EvictionOrder(by_count=by_count)
+        self._memory = memory
+        self._l1 = PagePool(l1_pages, by_count=False)
+        self._l2 = PagePool(l2_pages, by_count=by_count)
         self._room = 0
+        self._absent: dict[int, None] = {}  # pages with R > 0 that L2 does not hold, oldest first
         self._changes: list[KvChange] = []
         self.evicted: dict[tuple[Tier, bool], int] = {(t, c): 0 for t in Tier for c in (False, True)}
         self.unwritten_pages = 0  # pages that could not be written through, all of L2 being pinned
+        self._corrupt: list[int] = []
+        self.corrupt_pages = 0  # pages that were dropped because their bytes had changed
 
     # ------------------------------------------------------------------------------ what is held
 
-    def held(self, path: Sequence[int]) -> int:
-        """Leading pages of the path that are in L1 or L2."""
-        # Paths have thousands of pages: the usual case, all in L1, is left to C.
-        on_gpu, in_host = self._l1.present.__contains__, self._l2.present.__contains__
-        missing = next(filterfalse(on_gpu, path), None)
-        if missing is None:
-            return len(path)
-        for at in range(path.index(missing), len(path)):
-            if not on_gpu(path[at]) and not in_host(path[at]):
-                return at
-        return len(path)
+    def held(self, path: PageArray) -> int:
+        """Leading pages of the path (int64[n]) that are in L1 or L2."""
+        absent = (self._l1.find(path) < 0).nonzero()[0]
+        if not absent.size:
+            return path.size
+        lost = (self._l2.find(path[absent]) < 0).nonzero()[0]
+        return int(absent[lost[0]]) if lost.size else path.size
 
-    def read(self, path: Sequence[int]) -> int:
-        """`held`, and an access of these pages in host memory: a peer is about to copy them."""
-        held = self.held(path)
-        self._touch_host(path[:held])
-        return held
-
-    def pages(self, tier: Tier) -> list[int]:
-        return list((self._l1 if tier is Tier.L1 else self._l2).present)
+    def pages(self, tier: Tier) -> PageArray:
+        """int64[n]: the pages of one tier, as KV events told of them."""
+        return (self._l1 if tier is Tier.L1 else self._l2).pages()
 
     @property
     def l1_used(self) -> int:
@@ -86,7 +102,7 @@ class NodeCache:
 
     @property
     def l1_pinned(self) -> int:
-        return len(self._l1.pins)
+        return self._l1.pinned
 
     @property
     def l1_room(self) -> int:
@@ -96,150 +112,364 @@ class NodeCache:
     @property
     def l1_free(self) -> int:
         """Pages with nothing in them and reserved by nobody."""
-        return self.l1_pages - len(self._l1) - self._room
+        return self._l1.free_slots - self._room
 
     @property
     def l1_available(self) -> int:
         """Pages that a new lease may take: free ones and those that may be evicted."""
-        return self.l1_pages - len(self._l1.pins) - self._room
+        return self._l1.available - self._room
 
     @property
     def l2_used(self) -> int:
+        """Pages in L2, tails among them."""
         return len(self._l2)
 
     @property
     def l2_pinned(self) -> int:
-        return len(self._l2.pins)
+        """L2 pages that a peer reads or that wait for their request, and slots that a transport writes into."""
+        return self._l2.pinned + self._l2.taken_slots
 
     @property
     def l2_counted(self) -> int:
         """L2 pages with R > 0."""
-        return self._l2.counted_pages
+        return self._l2.order.counted_slots
 
     def counted(self, tier: Tier) -> int:
         """Pages of the tier with R > 0."""
         if tier is Tier.L2:
-            return self._l2.counted_pages
-        return sum(1 for page in self._l1.present if self._l2.is_counted(page))
+            return self.l2_counted
+        return int(np.count_nonzero(self._are_counted(self._l1.pages())))
 
     def take_changes(self) -> list[KvChange]:
         """The changes since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
 
+    def take_corrupt(self) -> list[int]:
+        """The pages dropped since the last call because their bytes had changed."""
+        corrupt, self._corrupt = self._corrupt, []
+        return corrupt
+
     # ------------------------------------------------------------------------------ leases
 
-    def lease(self, path: Sequence[int], total_pages: int) -> Lease | None:
+    def lease(self, path: PageArray, total_pages: int) -> Lease | None:
         """Pin the leading pages of `path` that are held, restoring those in L2 only, and reserve room so that
         the request has `total_pages` in all; None when L1 has no room now.
 
         Raises ValueError when `total_pages` is less than the path or can never fit.
         """
-        if not len(path) <= total_pages <= self.l1_pages:
-            raise ValueError(f"{total_pages} pages for a path of {len(path)}, of {self.l1_pages} in all")
-        l1, pins = self._l1.present, self._l1.pins
-        held = list(path[: self.held(path)])
-        absent = list(filterfalse(l1.__contains__, held))
-        taken = total_pages - len(held) + len(absent)
-        unpinned = len(held) - len(absent) - sum(map(pins.__contains__, held))
-        if taken > self.l1_available - unpinned:
-            return None
-        self._l1.pin_path(list(filter(l1.__contains__, held)) if absent else held)
-        self._make_room(taken)
-        self._room += total_pages - len(held)
-        self._enter_l1(absent)
-        self._l1.pin_path(absent)
-        self._l1.touch_path(held)
+        if not path.size <= total_pages <= self.l1_pages:
+            raise ValueError(f"{total_pages} pages for a path of {path.size}, of {self.l1_pages} in all")
+        l1 = self._l1
+        while True:
+            held = path[: self.held(path)]
+            slots = l1.find(held)
+            absent = slots < 0
+            present = slots[~absent]
+            restored = held.size - present.size
+            taken = total_pages - present.size
+            unpinned = present.size - int(np.count_nonzero(l1.order.is_pinned(present)))
+            if taken > self.l1_available - unpinned:
+                return None
+            l1.order.pin(present)
+            self._make_room(taken)
+            if not restored:
+                break
+            places = self._restore(held[absent])
+            if places is not None:
+                slots[absent] = places
+                break
+            l1.order.unpin(present)  # a page was not what it should be: the path held is shorter now
+        self._room += total_pages - held.size
+        l1.order.touch(slots)
         self._touch_host(held)
-        return Lease(held, total_pages - len(held), len(absent))
+        return Lease(slots, total_pages - held.size, restored)
 
-    def write(self, lease: Lease, pages: Sequence[int]) -> None:
+    def write(self, lease: Lease, path: Path) -> None:
         """The next pages of the lease's path have KV now, in its room.
 
         A page that another request wrote meanwhile is shared and its room given back. Raises ValueError when
         the lease has less room.
         """
-        if len(pages) > lease.room:
-            raise ValueError(f"{len(pages)} pages do not fit into a lease with room for {lease.room}")
-        lease.room -= len(pages)
-        self._room -= len(pages)
-        self._enter_l1(list(filterfalse(self._l1.present.__contains__, pages)))
-        self._l1.pin_path(pages)
-        lease.pages.extend(pages)
+        self._check_room(lease, len(path))
+        self._room -= len(path)
+        slots = self._l1.find(path.pages)
+        new = (slots < 0).nonzero()[0]
+        if new.size:
+            slots[new], _ = self._l1.take(new.size)
+            written = path.take(new)
+            if self._memory is not None:
+                self._memory.write(slots[new], written.pages)
+            self._enter_l1(written, slots[new])
+        self._l1.order.pin(slots)
+        lease.fill(slots)
+
+    def load(self, lease: Lease, path: PageArray) -> int:
+        """The next pages of the lease's path come from L2 into its room, as far as they are held; how many did."""
+        self._check_room(lease, path.size)
+        loaded = 0
+        while loaded < path.size:
+            rest = path[loaded:]
+            slots = self._l1.find(rest)
+            # Runs of pages that are there already, and of pages to be restored.
+            there = bool(slots[0] >= 0)
+            run = ((slots >= 0) != there).nonzero()[0]
+            length = int(run[0]) if run.size else rest.size
+            if not there:
+                in_host = self._l2.find(rest[:length]) < 0
+                if in_host.any():
+                    length = int(in_host.argmax())
+                if not length:
+                    break
+                self._room -= length
+                places = self._restore(rest[:length])
+                if places is None:
+                    self._room += length
+                    continue  # what is held is less now
+                slots[:length] = places
+                lease.restored_pages += length
+            else:
+                self._room -= length
+                self._l1.order.pin(slots[:length])
+            lease.fill(slots[:length])
+            loaded += length
+        return loaded
 
     def release(self, lease: Lease) -> None:
         """Give up pins and room; pages stay held until evicted. A second release does nothing."""
-        self._l1.unpin_path(lease.pages)
-        self._touch_host(lease.pages)
+        slots = lease.slots
+        self._l1.order.unpin(slots)
+        self._touch_host(self._l1.page_of[slots])
         self._room -= lease.room
-        lease.pages, lease.room = [], 0
+        lease.pages = lease.room = 0
+
+    def _check_room(self, lease: Lease, pages: int) -> None:
+        if pages > lease.room:
+            raise ValueError(f"{pages} pages do not fit into a lease with room for {lease.room}")
 
     def _make_room(self, pages: int) -> None:
-        """Evict until `pages` pages of L1 are free; there must be enough that may go."""
-        victims = self._l1.evict(max(0, pages - self.l1_free))
-        host = self._l2.present
-        for page, _ in victims:
-            self.evicted[Tier.L1, self._l2.is_counted(page)] += 1
-            if page not in host:
-                self._l2.forget(page)
-        self._changed(False, Tier.L1, [page for page, _ in victims])
+        """Evict until `pages` pages of L1 are free besides those that are promised; enough of them may go."""
+        short = pages - self.l1_free
+        if short > 0:
+            self._left_l1(self._l1.evict(short).pages)
 
-    def _enter_l1(self, pages: Sequence[int]) -> None:
-        self._l1.add_path(pages)
+    def _left_l1(self, pages: PageArray) -> None:
+        counted = self._are_counted(pages)
+        self.evicted[Tier.L1, True] += int(np.count_nonzero(counted))
+        self.evicted[Tier.L1, False] += int(np.count_nonzero(~counted))
+        if self._absent:
+            for page in pages[self._l2.find(pages) < 0].tolist():
+                self._absent.pop(page, None)
+        self._changed(False, Tier.L1, pages)
+
+    def _enter_l1(self, path: Path, slots: Slots) -> None:
+        self._l1.put(path, slots, np.zeros(slots.size, dtype=np.bool_))
+        self._changed(True, Tier.L1, path.pages)
+        self._write_through(path, slots)
+
+    def _restore(self, pages: PageArray) -> Slots | None:
+        """L1 slots, pinned, with copies of L2 pages; there must be room. None when a page was not sound and had to
+        be dropped; nothing else has changed then."""
+        source = self._l2.find(pages)
+        slots, _ = self._l1.take(pages.size)
+        if self._memory is not None:
+            self._memory.copy(self._in_arena(source), slots)
+            wrong = (~self._memory.sound(slots, pages)).nonzero()[0]
+            if wrong.size:
+                self._l1.give_back(slots)
+                self._drop_corrupt(pages[wrong])
+                return None
+        path = Path(pages, self._l2.keys[source])
+        self._l1.put(path, slots, np.zeros(slots.size, dtype=np.bool_))
         self._changed(True, Tier.L1, pages)
-        self._enter_l2(pages)
+        self._l1.order.pin(slots)
+        return slots
 
     # ------------------------------------------------------------------------------ host memory
 
-    def receive(self, pages: Sequence[int]) -> list[int]:
-        """Pages pulled from a peer enter L2, pinned until `unpin_host`.
+    def reserve(self, pages: int) -> Slots:
+        """Arena slots of L2 for a transport to write into: fewer than asked for when the rest is pinned."""
+        return self._in_arena(self._take_l2(pages))
 
-        Returns the leading pages that are pinned now: fewer when all of L2 is pinned.
+    def arrived(self, path: Path, slots: Slots, *, tail: bool = False) -> None:
+        """Reserved slots hold these pages, checked. With `tail`, the last one is a tail."""
+        local = slots - self.l1_pages
+        new = self._l2.find(path.pages) < 0
+        self._l2.give_back(local[~new])
+        full = new.copy()
+        full[len(path) - 1 :] &= not tail
+        self._enter_l2(path.take(full), local[full])
+        if tail and new[-1]:
+            self._l2.put(path[-1:], local[-1:], np.zeros(1, dtype=np.bool_), silent=True)
+
+    def give_back(self, slots: Slots) -> None:
+        """Reserved slots that nobody writes into any more."""
+        self._l2.give_back(slots - self.l1_pages)
+
+    def hold(self, pages: PageArray) -> Slots:
+        """Pin those of the pages that L2 holds, until `let_go` of what this returns. An access."""
+        slots = self._l2.find(pages)
+        slots = slots[slots >= 0]
+        self._l2.order.touch(slots)
+        self._l2.order.pin(slots)
+        return slots
+
+    def let_go(self, held: Slots) -> None:
+        self._l2.order.unpin(held)
+
+    def in_host(self, pages: PageArray) -> Flags:
+        """bool[n]: which pages lie in L2."""
+        found: Flags = self._l2.find(pages) >= 0
+        return found
+
+    def keep_tail(self, tail: Path) -> None:
+        """The KV of a tail (one page) was computed: keep it in L2, if there is a slot for it."""
+        if (self._l2.find(tail.pages) >= 0).all():
+            self._touch_host(tail.pages)
+            return
+        slots = self._take_l2(1)
+        if not slots.size:
+            return
+        if self._memory is not None:
+            self._memory.write(self._in_arena(slots), tail.pages)
+        self._l2.put(tail, slots, np.zeros(1, dtype=np.bool_), silent=True)
+
+    def has_tail(self, tail: Path) -> bool:
+        """Whether L2 holds the KV of a tail; one that is not sound is dropped."""
+        slots = self._l2.find_keys(tail)
+        if (slots < 0).any():
+            return False
+        if self._memory is not None and not self._memory.sound(self._in_arena(slots), tail.pages).all():
+            self._drop_corrupt(tail.pages)
+            return False
+        self._l2.order.touch(slots)
+        return True
+
+    def recheck(self, pages: PageArray) -> None:
+        """A peer says that the bytes of these pages were wrong when they came: drop those of which it is true."""
+        slots = self._l2.find(pages)
+        slots, pages = slots[slots >= 0], pages[slots >= 0]
+        if self._memory is not None:
+            self._drop_corrupt(pages[~self._memory.sound(self._in_arena(slots), pages)])
+
+    def _drop_corrupt(self, pages: PageArray) -> None:
+        slots = self._l2.find(pages)
+        slots = slots[slots >= 0]
+        self.corrupt_pages += slots.size
+        self._corrupt += self._l2.page_of[slots].tolist()
+        told = self._l2.page_of[slots[~self._l2.is_silent(slots)]]
+        self._l2.drop(slots)
+        self._changed(False, Tier.L2, told)
+
+    def _take_l2(self, pages: int) -> Slots:
+        slots, left = self._l2.take(pages)
+        self.evicted[Tier.L2, True] += int(np.count_nonzero(left.counted))
+        self.evicted[Tier.L2, False] += int(np.count_nonzero(~left.counted & ~left.silent))
+        counted = left.pages[left.counted]
+        for page in counted[self._l1.find(counted) >= 0].tolist():
+            self._keep_absent(page)
+        self._changed(False, Tier.L2, left.pages[~left.silent])
+        return slots
+
+    def _write_through(self, path: Path, source: Slots) -> None:
+        """Copies of L1 pages in L2."""
+        new = (self._l2.find(path.pages) < 0).nonzero()[0]
+        if not new.size:
+            return
+        slots = self._take_l2(new.size)
+        self.unwritten_pages += new.size - slots.size
+        new = new[: slots.size]
+        if self._memory is not None:
+            self._memory.copy(source[new], self._in_arena(slots))
+        self._enter_l2(path.take(new), slots)
+
+    def _enter_l2(self, path: Path, slots: Slots) -> None:
+        if not slots.size:
+            return
+        absent = self._absent
+        if absent:
+            pages = path.pages.tolist()
+            counted = np.fromiter((page in absent for page in pages), np.bool_, len(pages))
+            for page in path.pages[counted].tolist():
+                del absent[page]
+        else:
+            counted = np.zeros(slots.size, dtype=np.bool_)
+        self._l2.put(path, slots, counted)
+        self._changed(True, Tier.L2, path.pages)
+
+    def _touch_host(self, pages: PageArray) -> None:
+        slots = self._l2.find(pages)
+        self._l2.order.touch(slots[slots >= 0])
+
+    def _in_arena(self, slots: Slots) -> Slots:
+        return slots + self.l1_pages
+
+    # ------------------------------------------------------------------------------ pages for peers
+
+    def lend(self, path: Path) -> tuple[Slots, Slots]:
+        """Pin pages for a peer that will read them: the leading ones of `path` that are held, by key.
+
+        Arena slots (intp[n], -1 for what is gone: all from the first page on that is not held), and the same pinned
+        slots as `end_loan` wants them. An access.
         """
-        self._touch_host(pages)
-        self._enter_l2(pages)
-        host = self._l2.present
-        absent = next((at for at, page in enumerate(pages) if page not in host), len(pages))
-        pinned = list(pages[:absent])
-        self._l2.pin_path(pinned)
-        return pinned
+        host = self._l2.find_keys(path)
+        slots = np.where(host >= 0, host + self.l1_pages, self._l1.find_keys(path))
+        gone = (slots < 0).nonzero()[0]
+        length = int(gone[0]) if gone.size else len(path)
+        slots[length:] = -1
+        lent = slots[:length]
+        self._l2.order.touch(lent[lent >= self.l1_pages] - self.l1_pages)
+        self._l2.order.pin(lent[lent >= self.l1_pages] - self.l1_pages)
+        self._l1.order.pin(lent[lent < self.l1_pages])
+        return slots, lent
 
-    def unpin_host(self, pages: Sequence[int]) -> None:
-        self._l2.unpin_path(pages)
-
-    def _touch_host(self, path: Sequence[int]) -> None:
-        self._l2.touch_path(list(filter(self._l2.present.__contains__, path)))
-
-    def _enter_l2(self, pages: Sequence[int]) -> None:
-        host = self._l2.present
-        new = list(filterfalse(host.__contains__, pages))
-        fit = min(len(new), self.l2_pages - len(self._l2.pins))
-        self.unwritten_pages += len(new) - fit
-        new = new[:fit]
-        victims = self._l2.evict(max(0, len(new) - (self.l2_pages - len(host))))
-        for page, counted in victims:
-            self.evicted[Tier.L2, counted] += 1
-            if page not in self._l1:
-                self._l2.forget(page)
-        self._changed(False, Tier.L2, [page for page, _ in victims])
-        self._l2.add_path(new)
-        self._changed(True, Tier.L2, new)
+    def end_loan(self, lent: Slots) -> None:
+        self._l2.order.unpin(lent[lent >= self.l1_pages] - self.l1_pages)
+        self._l1.order.unpin(lent[lent < self.l1_pages])
 
     # ------------------------------------------------------------------------------ counts
 
-    def set_counts(self, positive: Iterable[int], zero: Iterable[int]) -> None:
-        """See `EvictionOrder.set_counts`."""
-        self._l2.set_counts(positive, zero)
+    def set_counts(self, positive: PageArray, zero: PageArray) -> None:
+        """Pages (int64[n]) whose count became positive, and zero."""
+        slots = self._l2.find(positive)
+        self._l2.order.set_counted(slots[slots >= 0], True)
+        for page in positive[slots < 0].tolist():
+            self._keep_absent(page)
+        slots = self._l2.find(zero)
+        self._l2.order.set_counted(slots[slots >= 0], False)
+        if self._absent:
+            for page in zero[slots < 0].tolist():
+                self._absent.pop(page, None)
 
-    def set_all_counts(self, positive: Iterable[int]) -> None:
-        """See `EvictionOrder.set_all_counts`."""
-        self._l2.set_all_counts(positive)
+    def set_all_counts(self, positive: PageArray) -> None:
+        """Exactly these pages have a positive count."""
+        slots = self._l2.find(positive)
+        self._l2.set_all_counted(slots[slots >= 0])
+        self._absent.clear()
+        for page in positive[slots < 0].tolist():
+            self._keep_absent(page)
 
-    def _changed(self, stored: bool, tier: Tier, pages: Sequence[int]) -> None:
-        if not pages:
+    def _are_counted(self, pages: PageArray) -> Flags:
+        slots = self._l2.find(pages)
+        counted = np.zeros(pages.size, dtype=np.bool_)
+        held = slots >= 0
+        counted[held] = self._l2.order.is_counted(slots[held])
+        if self._absent:
+            rest = (~held).nonzero()[0]
+            absent = self._absent
+            counted[rest] = [page in absent for page in pages[rest].tolist()]
+        return counted
+
+    def _keep_absent(self, page: int) -> None:
+        self._absent[page] = None
+        if len(self._absent) > ABSENT_LIMIT:
+            del self._absent[next(iter(self._absent))]
+
+    def _changed(self, stored: bool, tier: Tier, pages: PageArray) -> None:
+        if not pages.size:
             return
         last = self._changes[-1] if self._changes else None
         if last is not None and last.stored is stored and last.tier is tier:
-            last.pages.extend(pages)
+            self._changes[-1] = KvChange(stored, tier, np.concatenate((last.pages, pages)))
         else:
-            self._changes.append(KvChange(stored, tier, list(pages)))
+            self._changes.append(KvChange(stored, tier, pages))

@@ -1,225 +1,229 @@
-"""Which page a node evicts next (section 5.3; EvictHost of Algorithm E.2).
+"""Which page a memory tier evicts next (section 5.3; EvictHost of Algorithm E.2).
 
 Rules that hold here
-- Pages leave in ascending order of (1[R > 0], T): pages that no active branch references first, the least
-  recently used first within each group. R > 0 is a flag per page, set by `set_counts` and `set_all_counts`.
-- T is a logical time: every access gets a number of its own. A path is touched from its last page to its
+- It speaks of slots, the numbers 0..n-1 of one tier's memory; which page lies in one is its owner's
+  business.
+- Slots leave in ascending order of (1[R > 0], T): pages that no active branch references first, the least
+  recently used first within each group. R > 0 is a flag of each present slot; one whose flag changes keeps
+  its place by T.
+- T is a logical time: every access gets a number of its own. The slots of a call are accessed last slot
   first, so of one path the deeper pages leave first and what stays is a prefix.
-- A pinned page never leaves. The end of a pin is an access.
-- A flag may come before its page does: it is kept for `absent_limit` absent pages, the oldest dropped first.
-- With `by_count=False` flags are ignored: plain LRU.
+- A pinned slot never leaves. The end of its last pin is an access.
+- The slots of one call are distinct. A call that raises has changed nothing.
+- With `by_count=False` flags are kept and reported, but the order is plain LRU.
 
-Each group is a heap of (T at push, page) that is put right when an entry reaches the top: an access is one
-dictionary write, an eviction amortised O(log n), and a page whose flag changes keeps its place by T.
+T is a position in a log: an access writes the slot at its end, so the log is in the order of T by
+construction and nothing is ever sorted. For each group a row of bytes says which positions hold a slot that
+may leave: pins and flags set and clear bytes there, an eviction takes the first that are set. A second row,
+a byte for each block of positions, leads past blocks that have none. A full log is packed: at most n slots
+stay of 2n positions, so that is O(1) an access, though one in n accesses waits for it. No call goes through
+its slots in Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from heapq import heapify, heappop, heappush, heapreplace
-from itertools import filterfalse
-from typing import NamedTuple
+import numpy as np
+import numpy.typing as npt
 
-ABSENT_LIMIT = 1_000_000
-_SLACK = 1024  # stale heap entries allowed before a rebuild, so that small heaps are not rebuilt often
+Slots = npt.NDArray[np.intp]
+Flags = npt.NDArray[np.bool_]
 
-
-class Victim(NamedTuple):
-    page: int
-    counted: bool  # the page had R > 0
+_BLOCK = 256  # positions: a small eviction reads one block, and a byte for each block before it
 
 
 class EvictionOrder:
-    """The pages of one tier of one node in the order in which they would leave."""
+    """The present ones of `slots` slots in the order in which they would leave."""
 
-    def __init__(self, *, by_count: bool = True, absent_limit: int = ABSENT_LIMIT) -> None:
+    def __init__(self, slots: int, *, by_count: bool = True) -> None:
+        if slots < 1:
+            raise ValueError(f"an order needs at least one slot, not {slots}")
+        blocks = -(-2 * slots // _BLOCK)
+        groups = 2 if by_count else 1
         self._by_count = by_count
-        self._absent_limit = absent_limit
-        self._last: dict[int, int] = {}  # T of every present page
-        self._pins: dict[int, int] = {}
-        self._counted: set[int] = set()  # present pages with R > 0
-        self._absent: dict[int, None] = {}  # absent pages with R > 0, oldest first
-        # Every present, unpinned page has exactly one entry in its group's heap, with a key <= its T.
-        self._heaps: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-        self._queued: tuple[set[int], set[int]] = (set(), set())
-        self._now = 0
+        self._log: Slots = np.zeros(blocks * _BLOCK, np.intp)
+        self._end = 0  # positions of the log in use
+        self._at: Slots = np.full(slots, -1, np.intp)  # a slot's position, so its T; -1 while it is absent
+        self._pins = np.zeros(slots, np.int32)
+        self._counted: Flags = np.zeros(slots, np.bool_)  # False while absent
+        # A byte is set exactly where a present, unpinned slot of the row's group has its position.
+        self._free: list[Flags] = [np.zeros(blocks * _BLOCK, np.bool_) for _ in range(groups)]
+        # A clear byte says that no byte of the block is set in `_free`; a set one promises nothing.
+        self._some: list[Flags] = [np.zeros(blocks, np.bool_) for _ in range(groups)]
+        self._present = self._pinned_slots = self._counted_slots = 0
 
     def __len__(self) -> int:
-        return len(self._last)
-
-    def __contains__(self, page: int) -> bool:
-        return page in self._last
+        """Present slots."""
+        return self._present
 
     @property
-    def present(self) -> Mapping[int, int]:
-        """T of every present page: a live view, to ask for many pages at the price of a dictionary."""
-        return self._last
+    def pinned_slots(self) -> int:
+        """Slots with at least one pin."""
+        return self._pinned_slots
 
     @property
-    def pins(self) -> Mapping[int, int]:
-        """Number of pins of every pinned page: a live view."""
-        return self._pins
+    def counted_slots(self) -> int:
+        """Present slots with R > 0."""
+        return self._counted_slots
 
     @property
-    def counted_pages(self) -> int:
-        """Present pages with R > 0."""
-        return len(self._counted)
+    def evictable(self) -> int:
+        """Slots that `evict` could take out now."""
+        return self._present - self._pinned_slots
 
-    @property
-    def absent_counted(self) -> int:
-        """Flags kept for pages that are not present."""
-        return len(self._absent)
+    def is_counted(self, slots: Slots) -> Flags:
+        """Whether R > 0, of each slot; False for absent ones."""
+        return self._counted[slots]
 
-    def is_counted(self, page: int) -> bool:
-        """Whether R > 0 for the page, present or not."""
-        return page in self._counted or page in self._absent
+    def is_pinned(self, slots: Slots) -> Flags:
+        """Whether it has pins, of each slot; False for absent ones."""
+        return self._pins[slots] > 0
 
     # ------------------------------------------------------------------------------ presence and access
 
-    def add_path(self, path: Sequence[int]) -> None:
-        """The pages are present from now on, accessed last page first; adding one again is an access."""
-        if self._absent:
-            for page in path:
-                if page in self._absent:
-                    del self._absent[page]
-                    self._counted.add(page)
-        self._access(path)
-        self._enqueue(path)
+    def add(self, slots: Slots, counted: Flags) -> None:
+        """Absent slots are present from now on, accessed last slot first, `counted` where R > 0.
 
-    def remove(self, page: int) -> None:
-        """The page is gone, pinned or not; its flag is kept as an absent page's. Raises KeyError when absent."""
-        del self._last[page]
-        self._pins.pop(page, None)
-        if page in self._counted:
-            self._counted.discard(page)
-            self._keep_absent(page)
-
-    def touch_path(self, path: Sequence[int]) -> None:
-        """Access the pages of a path, last page first. All must be present."""
-        self._access(path)
-
-    def pin_path(self, path: Sequence[int]) -> None:
-        """Keep present pages until as many `unpin_path`. Raises KeyError, and pins none, when one is absent."""
-        pins = self._pins
-        absent = next(filterfalse(self._last.__contains__, path), None)
-        if absent is not None:
-            raise KeyError(absent)
-        for page in path:
-            pins[page] = pins.get(page, 0) + 1
-
-    def unpin_path(self, path: Sequence[int]) -> None:
-        """End one pin of each page; where it was the last one that is an access, the path's last page first.
-
-        Raises KeyError for a page that has none.
+        Raises ValueError when one is present already.
         """
-        pins = self._pins
-        free: list[int] = []
-        for page in path:
-            left = pins[page] - 1
-            if left:
-                pins[page] = left
-            else:
-                del pins[page]
-                free.append(page)
-        self._access(free)
-        self._enqueue(free)
+        present = self._at[slots] >= 0
+        if np.count_nonzero(present):
+            raise ValueError(f"slot {slots[present][0]} is present already")
+        self._counted[slots] = counted
+        self._present += len(slots)
+        self._counted_slots += int(np.count_nonzero(counted))
+        self._append(slots, counted)
 
-    def _access(self, path: Sequence[int]) -> None:
-        first = self._now + 1
-        self._now += len(path)
-        self._last.update(zip(reversed(path), range(first, self._now + 1), strict=True))
+    def remove(self, slots: Slots) -> Flags:
+        """The slots are gone, pinned or not. Returns their flags. Raises KeyError when one is absent."""
+        self._leave(self._positions(slots))
+        self._pinned_slots -= int(np.count_nonzero(self._pins[slots]))
+        self._pins[slots] = 0
+        return self._forget(slots)
 
-    def evict(self, pages: int = 1) -> list[Victim]:
-        """Take out the next pages to leave, in that order: fewer than `pages` when the rest is pinned."""
-        victims: list[Victim] = []
-        last, pins, counted, by_count = self._last, self._pins, self._counted, self._by_count
-        for group in (0, 1):
-            heap, queued = self._heaps[group], self._queued[group]
-            while heap and len(victims) < pages:
-                key, page = heap[0]
-                newest = last.get(page)
-                positive = page in counted
-                if newest is None or page in pins or (by_count and positive) != bool(group):
-                    heappop(heap)
-                    queued.discard(page)
-                elif key < newest:
-                    heapreplace(heap, (newest, page))
+    def touch(self, slots: Slots) -> None:
+        """Access, last slot first. Raises KeyError when one is absent."""
+        self._leave(self._positions(slots))
+        self._append(slots, self._counted[slots])
+        pinned = slots[self._pins[slots].nonzero()]
+        if len(pinned):
+            self._leave(self._at[pinned])
+
+    def pin(self, slots: Slots) -> None:
+        """Keep the slots until as many `unpin`. Raises KeyError when one is absent."""
+        self._leave(self._positions(slots))
+        pins = self._pins[slots]
+        self._pinned_slots += len(slots) - int(np.count_nonzero(pins))
+        self._pins[slots] = pins + 1
+
+    def unpin(self, slots: Slots) -> None:
+        """End one pin of each slot; where it was the last one that is an access, the last slot first.
+
+        Raises KeyError when a slot has none.
+        """
+        pins = self._pins[slots]
+        if np.count_nonzero(pins) < len(slots):
+            raise KeyError(int(slots[pins == 0][0]))
+        self._pins[slots] = pins - 1
+        free = slots[pins == 1]
+        self._pinned_slots -= len(free)
+        self._append(free, self._counted[free])
+
+    def set_counted(self, slots: Slots, counted: bool) -> None:
+        """Whether R > 0, for all of these slots. Raises KeyError when one is absent."""
+        at = self._positions(slots)
+        changed = self._counted[slots] != counted
+        slots, at = slots[changed], at[changed]
+        self._counted[slots] = counted
+        self._counted_slots += len(slots) if counted else -len(slots)
+        if self._by_count:
+            at = at[self._pins[slots] == 0]
+            self._free[int(not counted)][at] = False
+            self._free[int(counted)][at] = True
+            self._some[int(counted)][at // _BLOCK] = True
+
+    def evict(self, wanted: int) -> tuple[Slots, Flags]:
+        """Take out the next slots to leave: returns them in that order, and their flags.
+
+        Fewer than `wanted` when the rest is pinned; none for a number below 1.
+        """
+        left = min(wanted, self.evictable)
+        found: list[Slots] = []
+        for free, some in zip(self._free, self._some, strict=True):
+            # First as if slots lay dense, then more blocks a step, so that scattered ones take few steps.
+            blocks = max(1, left // 8)
+            while left > 0:
+                first = int(some.argmax())
+                if not some[first]:
+                    break
+                if blocks == 1:
+                    among = free[first * _BLOCK : (first + 1) * _BLOCK].nonzero()[0]
+                    at = among[:left] + first * _BLOCK
+                    some[first] = len(among) > left
                 else:
-                    heappop(heap)
-                    queued.discard(page)
-                    del last[page]
-                    if positive:
-                        counted.discard(page)
-                        self._keep_absent(page)
-                    victims.append(Victim(page, positive))
-        return victims
+                    near = some[first:].nonzero()[0][:blocks] + first
+                    among = free.reshape(-1, _BLOCK)[near].ravel().nonzero()[0]
+                    row = among[:left] // _BLOCK
+                    at = near[row] * _BLOCK + among[:left] % _BLOCK
+                    # Nothing is left in these blocks, or else nothing before the last slot's.
+                    some[near[: row[-1] if len(among) > left else blocks]] = False
+                free[at] = False
+                found.append(self._log[at])
+                left -= len(at)
+                blocks *= 8
+        if not found:
+            return np.zeros(0, np.intp), np.zeros(0, np.bool_)
+        victims = found[0] if len(found) == 1 else np.concatenate(found)
+        return victims, self._forget(victims)
 
-    # ------------------------------------------------------------------------------ counts
+    # ------------------------------------------------------------------------------ the log
 
-    def set_counts(self, positive: Iterable[int], zero: Iterable[int]) -> None:
-        """Pages whose count became positive, and zero."""
-        for page in positive:
-            self._set_positive(page)
-        for page in zero:
-            self._set_zero(page)
+    def _positions(self, slots: Slots) -> Slots:
+        """Where present slots lie in the log. Raises KeyError when one is absent."""
+        at = self._at[slots]
+        absent = at < 0
+        if np.count_nonzero(absent):
+            raise KeyError(int(slots[absent][0]))
+        return at
 
-    def set_all_counts(self, positive: Iterable[int]) -> None:
-        """Exactly these pages have a positive count."""
-        wanted = set(positive)
-        for page in [page for page in self._counted if page not in wanted]:
-            self._set_zero(page)
-        self._absent = {page: None for page in self._absent if page in wanted}
-        for page in wanted:
-            self._set_positive(page)
+    def _leave(self, at: Slots) -> None:
+        """No slot may be evicted from these positions any more."""
+        for free in self._free:
+            free[at] = False
 
-    def forget(self, page: int) -> None:
-        """Drop the flag of an absent page."""
-        self._absent.pop(page, None)
+    def _forget(self, slots: Slots) -> Flags:
+        """Make unpinned slots absent, whose positions were left. Returns their flags."""
+        counted = self._counted[slots]
+        self._at[slots] = -1
+        self._counted[slots] = False
+        self._present -= len(slots)
+        self._counted_slots -= int(np.count_nonzero(counted))
+        return counted
 
-    def _set_positive(self, page: int) -> None:
-        if page not in self._last:
-            self._keep_absent(page)
-        elif page not in self._counted:
-            self._counted.add(page)
-            self._enqueue((page,))
+    def _append(self, slots: Slots, counted: Flags) -> None:
+        """Write slots that left their positions at the end, free to leave again: the last slot first."""
+        if self._end + len(slots) > len(self._log):
+            self._pack()
+        first, end = self._end, self._end + len(slots)
+        self._log[first:end] = slots[::-1]
+        self._at[slots] = np.arange(end - 1, first - 1, -1)
+        blocks = slice(first // _BLOCK, -(-end // _BLOCK))
+        positive = np.count_nonzero(counted) if self._by_count else 0
+        if positive < len(slots):
+            self._free[0][first:end] = ~counted[::-1] if positive else True
+            self._some[0][blocks] = True
+        if positive:
+            self._free[1][first:end] = counted[::-1]
+            self._some[1][blocks] = True
+        self._end = end
 
-    def _set_zero(self, page: int) -> None:
-        self._absent.pop(page, None)
-        if page in self._counted:
-            self._counted.discard(page)
-            self._enqueue((page,))
-
-    def _keep_absent(self, page: int) -> None:
-        self._absent[page] = None
-        if len(self._absent) > self._absent_limit:
-            del self._absent[next(iter(self._absent))]
-
-    # ------------------------------------------------------------------------------ heaps
-
-    def _group(self, page: int) -> int:
-        return 1 if self._by_count and page in self._counted else 0
-
-    def _enqueue(self, pages: Sequence[int]) -> None:
-        """Give present pages their entry, where they have none and are not pinned."""
-        pins, last, counted, by_count = self._pins, self._last, self._counted, self._by_count
-        for page in pages:
-            group = 1 if by_count and page in counted else 0
-            queued = self._queued[group]
-            if page in queued or page in pins:
-                continue
-            queued.add(page)
-            heappush(self._heaps[group], (last[page], page))
-        for group in (0, 1):
-            if len(self._heaps[group]) > 2 * len(last) + _SLACK:
-                self._rebuild(group)
-
-    def _rebuild(self, group: int) -> None:
-        heap, queued = self._heaps[group], self._queued[group]
-        heap[:] = [
-            (last, page)
-            for page, last in self._last.items()
-            if page in queued and page not in self._pins and self._group(page) == group
-        ]
-        heapify(heap)
-        queued.clear()
-        queued.update(page for _, page in heap)
+    def _pack(self) -> None:
+        """Close the gaps in the log. T of every slot changes, their order does not."""
+        log = self._log[: self._end]
+        kept = np.flatnonzero(self._at[log] == np.arange(self._end))
+        self._end = len(kept)
+        self._log[: self._end] = slots = log[kept]
+        self._at[slots] = np.arange(self._end)
+        for free, some in zip(self._free, self._some, strict=True):
+            free[: self._end] = free[kept]
+            free[self._end :] = False
+            some[:] = free.reshape(-1, _BLOCK).any(axis=1)

@@ -1,34 +1,76 @@
-"""Asking other workers which pages they hold.
+"""Asking other workers for pages: `POST /ei/v1/pages/pin`, and `/release` when they were read.
 
 Rules that hold here
 - A peer answers within `timeout_s` or counts as failed: None, never an exception, so the caller recomputes.
 - A peer that failed is left alone for a while that doubles with each failure in a row; until then it answers
-  None at once, so that one dead peer does not delay every request that would ask it.
+  None at once, so that one dead peer does not delay every request that would ask it. A transfer that failed counts,
+  too.
+- An answer of another version, for pages of another size, or that speaks of places outside of the peer's arena is a
+  failure.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from typing import TypeVar
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from shared.log import get_logger
-from shared.messages import pack_pages
+from worker.kv.memory import Checksums
+from worker.kv.path import Path
+from worker.transport.base import Endpoint, Offsets
 
+VERSION = 1
+PIN_PATH = "/ei/v1/pages/pin"
+RELEASE_PATH = "/ei/v1/pages/release"
 FIRST_PAUSE_S = 0.5
 LAST_PAUSE_S = 10.0
 MAX_PEERS = 4096
+T = TypeVar("T")
 log = get_logger("worker")
 
 
-class Lookup(msgspec.Struct):
-    """Answer of `POST /ei/v1/pages/lookup`."""
+class PinCall(msgspec.Struct, frozen=True, array_like=True):
+    """Pin these pages and say where they lie."""
 
-    held: int  # leading ones of the pages asked for
+    version: int
+    page_bytes: int
+    keys: bytes  # 32 a page, in path order
+    hold_s: float  # wall seconds that the pages should stay
+
+
+class PinAnswer(msgspec.Struct, frozen=True, array_like=True):
+    version: int
     incarnation: str
+    loan: int
+    endpoint: Endpoint
+    offsets: bytes  # int64 a page: where it lies in the arena, -1 for what is gone
+    checksums: bytes  # uint64 a page
+    hold_s: float  # granted
+
+
+class ReleaseCall(msgspec.Struct, frozen=True, array_like=True):
+    """The pages were read. `bad`: the keys of those whose bytes did not agree with their checksum."""
+
+    loan: int
+    incarnation: str
+    bad: bytes = b""
+
+
+class Pinned(msgspec.Struct, frozen=True):
+    """Pages that a peer holds for us: the leading ones of those that were asked for."""
+
+    url: str
+    loan: int
+    incarnation: str
+    endpoint: Endpoint
+    offsets: Offsets
+    checksums: Checksums
+    until: float  # monotonic wall seconds: what is read later may be something else
 
 
 class _Health(msgspec.Struct):
@@ -36,36 +78,60 @@ class _Health(msgspec.Struct):
     until: float  # monotonic wall seconds
 
 
-_answers = msgspec.json.Decoder(Lookup)
+_answers = msgspec.msgpack.Decoder(PinAnswer)
+_encoder = msgspec.msgpack.Encoder()
 
 
 class PeerClient:
-    """Looks pages up on peers. `session` stays the caller's to close."""
+    """Borrows pages from peers. `session` stays the caller's to close."""
 
-    def __init__(self, session: aiohttp.ClientSession, timeout_s: float = 1.0) -> None:
+    def __init__(self, session: aiohttp.ClientSession, page_bytes: int, timeout_s: float = 1.0) -> None:
         self._session = session
+        self._page_bytes = page_bytes
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._unwell: OrderedDict[str, _Health] = OrderedDict()
         self.failures = 0
 
-    async def held(self, url: str, pages: Sequence[int]) -> int | None:
-        """Leading ones of `pages` that the worker at `url` holds; None when it cannot say."""
+    async def pin(self, url: str, path: Path, hold_s: float) -> Pinned | None:
+        """Have the leading pages of `path` that the worker at `url` holds pinned; None when it cannot."""
         health = self._unwell.get(url)
         if health is not None and time.monotonic() < health.until:
             return None
+        call = PinCall(VERSION, self._page_bytes, path.keys.tobytes(), hold_s)
+        asked = time.monotonic()
         try:
             async with self._session.post(
-                url + "/ei/v1/pages/lookup", data=pack_pages(list(pages)), timeout=self._timeout
+                url + PIN_PATH, data=_encoder.encode(call), timeout=self._timeout
             ) as answer:
+                if answer.status == 429:
+                    # Too many are reading from it: it is well, but has nothing for us.
+                    return None
                 answer.raise_for_status()
-                held = _answers.decode(await answer.read()).held
+                pinned = _pinned(
+                    url, _answers.decode(await answer.read()), len(path), self._page_bytes, asked
+                )
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, msgspec.DecodeError) as error:
-            self._failed(url, error)
+            self.failed(url, error)
             return None
-        self._unwell.pop(url, None)
-        return max(0, min(held, len(pages)))
+        return pinned
 
-    def _failed(self, url: str, error: Exception) -> None:
+    async def release(self, pinned: Pinned, bad: Path | None = None) -> None:
+        """Say that pages were read; when this cannot be said, their time at the peer runs out."""
+        call = ReleaseCall(pinned.loan, pinned.incarnation, bad.keys.tobytes() if bad is not None else b"")
+        try:
+            async with self._session.post(
+                pinned.url + RELEASE_PATH, data=_encoder.encode(call), timeout=self._timeout
+            ) as answer:
+                await answer.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            log.info("release_failed", url=pinned.url, error=error)
+
+    def well(self, url: str) -> None:
+        """Pages came from there."""
+        self._unwell.pop(url, None)
+
+    def failed(self, url: str, error: Exception) -> None:
+        """The peer, or what was read from it, failed: leave it alone for a while."""
         self.failures += 1
         health = self._unwell.pop(url, None) or _Health(0, 0.0)
         health.failures += 1
@@ -75,3 +141,21 @@ class PeerClient:
         if len(self._unwell) > MAX_PEERS:
             self._unwell.popitem(last=False)
         log.warning("peer_failed", url=url, failures=health.failures, pause_s=pause_s, error=error)
+
+
+def _pinned(url: str, answer: PinAnswer, pages: int, page_bytes: int, asked: float) -> Pinned:
+    """Raises ValueError for an answer that cannot be meant."""
+    if answer.version != VERSION:
+        raise ValueError(f"it speaks version {answer.version} of the page service, this node {VERSION}")
+    offsets = np.frombuffer(answer.offsets, dtype="<i8")
+    checksums = np.frombuffer(answer.checksums, dtype="<u8")
+    if offsets.size != pages or checksums.size != pages:
+        raise ValueError(f"it told of {offsets.size} places and {checksums.size} checksums for {pages} pages")
+    gone = (offsets < 0).nonzero()[0]
+    held = int(gone[0]) if gone.size else pages
+    offsets = offsets[:held]
+    if held and int(offsets.max()) + page_bytes > answer.endpoint.nbytes:
+        raise ValueError(f"it told of a page at {int(offsets.max())}, beyond its arena")
+    # Counted from before the question: what the answer took on its way is then not missing at the end.
+    until = asked + answer.hold_s
+    return Pinned(url, answer.loan, answer.incarnation, answer.endpoint, offsets, checksums[:held], until)

@@ -17,12 +17,13 @@ from aiohttp import web
 
 from shared.messages import PrefillCall, PrefillEvent
 from shared.openai import ApiError, Kind, TokenArray, check_length, parse_call, unknown_model
-from shared.pages import PathHasher, page_hashes
+from shared.pages import PathHasher
 from worker.engines.simulated import tokenizer
 from worker.engines.simulated.engine import Call, Engine
 from worker.engines.simulated.phase import Kind as Work
 from worker.engines.simulated.requests import NeverFits, Request, Source
 from worker.engines.simulated.wire import Form, Job, job_of, prompt_of
+from worker.kv.path import EMPTY, Path
 
 REQUEST_ID = "X-EI-Request-Id"
 KV_SOURCE = "X-EI-KV-Source"
@@ -105,11 +106,13 @@ class Api:
         job = job_of(parsed, kind, body, self._max_context)
         rid = request.headers.get(REQUEST_ID, "")
         source = request.headers.get(KV_SOURCE, "").rstrip("/")
+        path, tail = self._path(job)
         work = Request(
             rid or uuid.uuid4().hex,
             Work.GENERATE,
             job.tokens.size,
-            self._path(job),
+            path,
+            tail=tail,
             output=len(job.answer.ids),
             room_tokens=job.room_tokens,
             routed=bool(rid),
@@ -180,10 +183,12 @@ class Api:
             raise ApiError(400, f"The body is no PrefillCall: {error}") from None
         tokenizer.check_ids(tokens)
         check_length(tokens.size, self._max_context)
-        path = page_hashes(tokens, self._page_size, salt=wanted.salt).tolist()
+        hasher = PathHasher(self._page_size, wanted.salt)
+        hasher.extend(tokens)
+        path, tail = Path.of_digests(hasher.digests), _tail(hasher)
         fetch = wanted.fetch
         source = Source(fetch.url.rstrip("/"), fetch.last) if fetch is not None else None
-        work = Request(wanted.rid, Work.PREFILL, tokens.size, path, routed=True, source=source)
+        work = Request(wanted.rid, Work.PREFILL, tokens.size, path, tail=tail, routed=True, source=source)
         call = self._submit(work, "prompt")
         answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         try:
@@ -222,14 +227,20 @@ class Api:
                 code="context_length_exceeded",
             ) from None
 
-    def _path(self, job: Job) -> list[int]:
-        """Hashes of the full pages of prompt and output together."""
+    def _path(self, job: Job) -> tuple[Path, Path]:
+        """The full pages of prompt and output together, and the tail of the prompt."""
         hasher = PathHasher(self._page_size)
         hasher.extend(job.tokens)
+        tail = _tail(hasher)
         output: TokenArray = np.frombuffer(job.answer.ids, dtype=np.uint8).astype(np.int32)
         hasher.extend(output)
-        path: list[int] = hasher.hashes.tolist()
-        return path
+        return Path.of_digests(hasher.digests), tail
+
+
+def _tail(hasher: PathHasher) -> Path:
+    """The partial last page of the path so far: one page or none."""
+    digest = hasher.tail_digest()
+    return Path.of_digests([digest]) if digest is not None else EMPTY
 
 
 async def _body(request: web.Request) -> bytes:

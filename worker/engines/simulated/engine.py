@@ -5,7 +5,8 @@ Rules that hold here
 - A call is told of its first token and its end at once, of tokens in between at most every STREAM_S (wall): a
   stream's chunk then carries the tokens of several iterations.
 - A call keeps a count of tokens, never tokens: a reader that is slow costs no memory.
-- Every lookup that the scheduler asks for is answered, by the peer or by its time limit.
+- Every fetch that the scheduler asks for is answered, by the peer or by its time limit, unless its request ends
+  before: then it is cancelled.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from collections.abc import Callable, Coroutine
 import msgspec
 
 from shared.clock import Clock
+from shared.log import get_logger
 from shared.messages import Iteration, NodeState, Phase
 from worker.engines.simulated.phase import Ack
 from worker.engines.simulated.requests import (
+    FetchWanted,
     Launched,
-    LookupWanted,
     Moved,
     Prefilled,
     Progress,
@@ -31,11 +33,13 @@ from worker.engines.simulated.requests import (
 )
 from worker.engines.simulated.scheduler import Scheduler
 from worker.kv.cache import KvChange
-from worker.transport.peers import PeerClient
+from worker.transport.fetch import Fetcher
 
 TICK_S = 0.002  # shortest wait between two looks at the clock, wall
 STREAM_S = 0.02  # wall
 MAX_RECORDS = 4096  # iteration records kept until they are taken
+
+log = get_logger("worker")
 
 Spawn = Callable[[Coroutine[None, None, None], str], object]
 
@@ -80,7 +84,7 @@ class Engine:
         self,
         scheduler: Scheduler,
         clock: Clock,
-        peers: PeerClient,
+        fetcher: Fetcher,
         spawn: Spawn,
         *,
         on_kv: Callable[[list[KvChange]], None],
@@ -88,10 +92,11 @@ class Engine:
     ) -> None:
         self._scheduler = scheduler
         self._clock = clock
-        self._peers = peers
+        self._fetcher = fetcher
         self._spawn = spawn
         self._on_kv, self._on_ack = on_kv, on_ack
         self._calls: dict[Request, Call] = {}
+        self._fetches: dict[Request, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._records: list[Iteration] = []
         self._stopping = False
@@ -100,6 +105,8 @@ class Engine:
         self.iteration_s = dict.fromkeys((Phase.PREFILL, Phase.DECODE), 0.0)
         self.tokens = dict.fromkeys((Phase.PREFILL, Phase.DECODE), 0)  # computed, produced
         self.fetched_tokens = 0
+        self.fetch_s = 0.0  # cluster seconds from the wish for pages to their arrival, for prefills
+        self.exposed_s = 0.0  # of these, the ones for which a request was held up
 
     # ------------------------------------------------------------------------------ calls
 
@@ -126,6 +133,7 @@ class Engine:
         if self._calls.pop(call.request, None) is None:
             return
         self._scheduler.abort(call.request, self._clock.now())
+        self._stop_fetch(call.request)
         call.aborted = True
         call.tell()
         self._dispatch()
@@ -220,6 +228,9 @@ class Engine:
                 case Started(request, t):
                     call = self._calls.get(request)
                     self.fetched_tokens += request.fetched
+                    if request.pull_t:
+                        self.fetch_s += request.ready_t - request.pull_t
+                        self.exposed_s += request.exposed_s
                     if call is not None:
                         call.started_t = t
                         call.tell()
@@ -228,21 +239,20 @@ class Engine:
                     if call is not None:
                         self._end(call, t)
                 case Moved(request, _):
+                    self._stop_fetch(request)
                     call = self._calls.pop(request, None)
                     if call is not None:
                         call.moved = True
                         call.tell()
                     self.changed.set()
-                case LookupWanted():
-                    self._spawn(self._look_up(event), f"lookup {event.request.rid}")
+                case FetchWanted():
+                    self._spawn(self._fetch(event), f"fetch for {event.request.rid}")
                 case Ack():
                     self._on_ack(event)
                     self.changed.set()
         for record in self._scheduler.take_records():
             self._record(record)
-        changes = self._scheduler.cache.take_changes()
-        if changes:
-            self._on_kv(changes)
+        self.tell_pages()
 
     def _end(self, call: Call, t: float) -> None:
         del self._calls[call.request]
@@ -266,9 +276,31 @@ class Engine:
             self._records.append(record)
             del self._records[:-MAX_RECORDS]
 
-    async def _look_up(self, wanted: LookupWanted) -> None:
-        held = await self._peers.held(wanted.url, wanted.pages)
-        if wanted.request.stage is not Stage.ENDED:
-            self._scheduler.looked_up(wanted.request, held, self._clock.now())
-            self._dispatch()
-            self._wake.set()
+    def tell_pages(self) -> None:
+        """Tell of the pages that moved since the last call."""
+        cache = self._scheduler.cache
+        changes = cache.take_changes()
+        if changes:
+            self._on_kv(changes)
+        for page in cache.take_corrupt():
+            log.error("page_corrupt", page=f"{page & 2**64 - 1:016x}", where="restored")
+
+    # ------------------------------------------------------------------------------ fetches
+
+    async def _fetch(self, wanted: FetchWanted) -> None:
+        request, task = wanted.request, asyncio.current_task()
+        if request.stage is Stage.ENDED or task is None:
+            return
+        self._fetches[request] = task
+        try:
+            arrived = await self._fetcher.fetch(wanted.url, wanted.path, tail=wanted.tail)
+        finally:
+            del self._fetches[request]
+        self._scheduler.fetched(request, arrived.pages, arrived.held, arrived.reason, self._clock.now())
+        self._dispatch()
+        self._wake.set()
+
+    def _stop_fetch(self, request: Request) -> None:
+        task = self._fetches.get(request)
+        if task is not None:
+            task.cancel()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from shared.messages import Phase
 from worker.engines.simulated.phase import Ack, Kind
 from worker.kv.cache import Lease
+from worker.kv.path import EMPTY, Path, Slots
 
 
 class Stage(Enum):
@@ -35,22 +36,25 @@ class Source(NamedTuple):
 class Request:
     """One call on the node.
 
-    `path` holds the hashes of the prompt's full pages and, for GENERATE, of the full pages of prompt and output
-    together. `output` is the number of tokens that it will produce, `room_tokens` the most that it may need KV
-    for beyond the prompt. `routed` calls come from a router and may be handed back to it.
+    `path` holds the prompt's full pages and, for GENERATE, the full pages of prompt and output together; `tail`
+    the page that the prompt ends in when it is not full. `output` is the number of tokens that it will produce,
+    `room_tokens` the most that it may need KV for beyond the prompt. `routed` calls come from a router and may be
+    handed back to it.
     """
 
     __slots__ = (
         "cached",
         "computed",
         "decoded",
+        "exposed_s",
         "fetched",
         "host_pins",
         "iterations",
         "kind",
+        "late_t",
         "lease",
         "local_pages",
-        "lookup_from",
+        "lost",
         "output",
         "path",
         "produced",
@@ -67,6 +71,7 @@ class Request:
         "source",
         "stage",
         "started",
+        "tail",
     )
 
     def __init__(
@@ -74,8 +79,9 @@ class Request:
         rid: str,
         kind: Kind,
         prompt: int,
-        path: list[int],
+        path: Path,
         *,
+        tail: Path = EMPTY,
         output: int = 0,
         room_tokens: int = 0,
         routed: bool = False,
@@ -85,18 +91,23 @@ class Request:
         self.kind = kind
         self.prompt = prompt  # tokens
         self.path = path
+        self.tail = tail
         self.output = output
         self.room_tokens = max(output, room_tokens)
         self.routed = routed
         self.source = source
         self.seq = 0  # arrival order
         self.stage = Stage.WAITING
-        self.ready = True  # False while its lookup or its transfer is under way
+        self.ready = True  # False while its pages are fetched
         self.ready_t = 0.0  # when that should end
         self.pull_t = 0.0  # when it began
-        self.lookup_from = 0  # first page that was looked up
+        self.late_t: float | None = None  # when it would have been launched but for its fetch
+        self.exposed_s = 0.0  # from then to its launch
         self.local_pages = 0  # leading pages that the node held itself then
-        self.host_pins: list[int] = []  # fetched pages, pinned in host memory until the prefill starts
+        self.host_pins: Slots | None = (
+            None  # fetched pages, pinned in host memory until they are in GPU memory
+        )
+        self.lost = ""  # why a fetch brought less than it should
         self.lease: Lease | None = None
         self.refused_at: int | None = None  # pages that could be had when there was no room for it
         self.started = False  # its first chunk was launched
@@ -109,12 +120,16 @@ class Request:
         self.produced = 0  # output tokens
 
 
-class LookupWanted(NamedTuple):
-    """Ask the peer at `url` how many leading ones of `pages` it holds; answer with `Scheduler.looked_up`."""
+class FetchWanted(NamedTuple):
+    """Fetch what is missing of `path` from the peer at `url`; answer with `Scheduler.fetched`.
+
+    With `tail` its last page is the request's tail.
+    """
 
     request: Request
     url: str
-    pages: list[int]
+    path: Path
+    tail: bool
 
 
 class Started(NamedTuple):
@@ -154,7 +169,7 @@ class Launched(NamedTuple):
     t: float
 
 
-Event = LookupWanted | Started | Prefilled | Progress | Moved | Launched | Ack
+Event = FetchWanted | Started | Prefilled | Progress | Moved | Launched | Ack
 
 
 class NeverFits(ValueError):

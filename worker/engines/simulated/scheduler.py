@@ -12,7 +12,8 @@ Rules that hold here
 - A decode iteration advances every running request; it takes Equation 2. After k of them a request has
   floor(k t_acc) tokens. Equal iterations are one `Run`, passed over at once.
 - A request takes room in GPU memory for all that it may need when it is admitted, in arrival order, so what
-  runs always finishes. GENERATE lacks nothing to run: pages that neither the node nor its source holds are
+  runs always finishes. The next prefills in the queue are given theirs ahead, and what they reuse is loaded there
+  while they wait (section 4.2). GENERATE lacks nothing to run: pages that neither the node nor its source holds are
   recomputed by prefill iterations here, so a node without a router is a plain engine.
 - A prompt's last token is always computed for a PREFILL and a GENERATE without source: its logits are needed.
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 
 from shared.messages import Iteration, NodeState, Phase, QueuedPrefill
@@ -39,10 +40,12 @@ from worker.engines.simulated.requests import (
     Started,
 )
 from worker.engines.simulated.run import Run
-from worker.engines.simulated.transfers import answered, begin, usable_tokens
+from worker.engines.simulated.transfers import begin, came, usable_tokens
 from worker.kv.cache import Lease, NodeCache
+from worker.kv.path import Slots
 
-_RECENT = 10_000  # finished prefills whose tail is remembered for a decode on the same node
+_AHEAD = 4  # queued prefills whose pages are loaded before their turn
+LOST = ("peer_failed", "peer_missing", "corrupt", "no_room", "evicted")
 _MILLI = 1000  # t_acc is kept in thousandths, so that token counts are exact
 
 
@@ -65,7 +68,7 @@ class Scheduler:
         self.profile = profile
         self.cache = cache
         self.role = PhaseChange(phase, epoch, profile.switch_s)
-        self.recomputed: dict[str, int] = {"peer_failed": 0, "peer_missing": 0, "evicted": 0}  # tokens
+        self.recomputed = dict.fromkeys(LOST, 0)  # tokens, by why
         self._page = profile.page_size
         self._acc = max(1, round(profile.t_acc * _MILLI))
         self._now = now
@@ -78,7 +81,6 @@ class Scheduler:
         self._computing: list[Request] = []  # with room and tokens to compute, by arrival
         self._batch: list[Request] = []  # in decode
         self._timers: list[tuple[float, int]] = []  # (transfer end, arrival number)
-        self._recent: OrderedDict[str, int] = OrderedDict()
         self._events: list[Event] = []
         self._records: list[Iteration] = []
 
@@ -105,21 +107,24 @@ class Scheduler:
         self._requests[request.seq] = request
         if request.kind is Kind.PREFILL:
             self._prefills.append(request)
-            request.local_pages = self.cache.held(request.path)
+            request.local_pages = self.cache.held(request.path.pages)
             request.cached = self._usable(request, request.local_pages)
-            if request.source is not None and request.source.last > request.local_pages < len(request.path):
-                self._events.append(begin(request, self.profile, now))
+            self._fetch(request, now)
         else:
             self._waiting.append(request)
         self._interrupt(now)
 
-    def looked_up(self, request: Request, held: int | None, now: float) -> None:
-        """Answer to `LookupWanted`: the peer holds the first `held` of the pages; None when it cannot be used."""
+    def fetched(self, request: Request, pages: int, held: Slots, reason: str, now: float) -> None:
+        """Answer to `FetchWanted`: the first `pages` of its path lie in host memory, pinned there as `held`.
+
+        `reason`: why the rest does not, one of LOST; empty when nothing is missing.
+        """
         self.advance(now)
         if request.stage is Stage.ENDED or request.ready:
+            self.cache.let_go(held)
             return
-        lost = answered(request, held, self.profile, now)
-        self.recomputed[lost.reason] += lost.tokens
+        request.host_pins = held
+        came(request, pages, reason, self.profile, now)
         heapq.heappush(self._timers, (request.ready_t, request.seq))
         if self._run is not None:
             self._run.cut_at(request.ready_t)
@@ -284,25 +289,36 @@ class Scheduler:
                 if not self._take_room(first):
                     return
                 first = None
-            prompt_pages = request.prompt // self._page
-            lease = self._lease(request, request.path[:prompt_pages])
+            lease = self._lease(request, request.prompt // self._page)
             if lease is None:
                 return
             self._waiting.popleft()
             request.lease = lease
             request.local_pages = lease.cached_pages
-            request.cached = request.computed = self._usable(request, lease.cached_pages)
-            if request.source is not None:
-                request.stage = Stage.PULLING
-                self._events.append(begin(request, self.profile, t))
-                continue
-            request.restored = lease.restored_pages * self._page
-            if request.routed and lease.cached_pages == prompt_pages:
-                if self._recent.pop(request.rid, None) == request.prompt:
-                    request.computed = request.prompt
-            elif request.routed:
-                self.recomputed["evicted"] += request.prompt - request.computed
-            self._go_on(request)
+            request.cached = self._usable(request, lease.cached_pages)
+            request.stage = Stage.PULLING
+            if not self._fetch(request, t):
+                self._pulled(request, "evicted" if request.routed else "")
+
+    def _fetch(self, request: Request, t: float) -> bool:
+        """Have the pages fetched that a request lacks and its source should have; False when there are none."""
+        wanted = begin(request, self.profile, t) if request.source is not None else None
+        if wanted is not None:
+            self._events.append(wanted)
+        return wanted is not None
+
+    def _pulled(self, request: Request, lost: str) -> None:
+        """A GENERATE has all the pages that it will get: decode, or compute first what is missing."""
+        assert request.lease is not None
+        complete = request.routed and request.lease.pages == request.prompt // self._page
+        if complete and (not len(request.tail) or self.cache.has_tail(request.tail)):
+            request.computed = request.prompt
+        else:
+            request.computed = self._usable(request, request.lease.pages)
+        if lost:
+            self.recomputed[lost] += request.prompt - request.computed
+        request.restored = request.lease.restored_pages * self._page
+        self._go_on(request)
 
     def _go_on(self, request: Request) -> None:
         """Decode, or compute first what is missing."""
@@ -325,8 +341,10 @@ class Scheduler:
             if not budget:
                 break
             if not request.ready:
+                if request.late_t is None:
+                    request.late_t = t
                 continue
-            if request.lease is None:
+            if request.stage is Stage.WAITING:
                 # One that waits for room holds back all that came later, of either kind.
                 if blocked_by is not None and blocked_by < request.seq:
                     continue
@@ -343,9 +361,11 @@ class Scheduler:
                 begun += 1
                 begun_cached += request.computed
                 restored += request.restored
+                request.exposed_s = t - request.late_t if request.late_t is not None else 0.0
                 self._events.append(Started(request, t))
         if not batch:
             return None
+        self._load_ahead()
         t_uc = sum(taken)
         seconds = self.profile.prefill.iteration_s(t_uc, pairs, restored)
         record = Iteration(
@@ -363,27 +383,50 @@ class Scheduler:
         return Run(Phase.PREFILL, t, seconds, 1, batch, taken, record)
 
     def _take_room(self, request: Request) -> bool:
-        """Room for a PREFILL that is about to start; False when there is none now."""
-        lease = self._lease(request, request.path)
-        if lease is None:
-            return False
-        self.cache.unpin_host(request.host_pins)
-        request.host_pins = []
-        request.lease = lease
-        request.cached = request.computed = self._usable(request, lease.cached_pages)
-        request.fetched = min(request.fetched, request.cached)
-        request.restored = lease.restored_pages * self._page
+        """Let a PREFILL begin; False when there is no room for it now."""
+        if request.lease is None:
+            if not self._load(request):
+                return False
+        else:
+            # What others have computed since it was loaded is shared.
+            held = self.cache.held(request.path.pages)
+            self.cache.load(request.lease, request.path.pages[request.lease.pages : held])
+            request.cached = request.computed = self._usable(request, request.lease.pages)
+            request.restored = request.lease.restored_pages * self._page
         request.stage = Stage.COMPUTING
         self._prefills.remove(request)
         insort(self._computing, request, key=_seq)
         return True
 
-    def _lease(self, request: Request, prompt_path: list[int]) -> Lease | None:
+    def _load(self, request: Request) -> bool:
+        """Room for a PREFILL, with what it reuses loaded there; False when there is none now."""
+        expected, corrupt = request.cached, self.cache.corrupt_pages
+        lease = self._lease(request, len(request.path))
+        if lease is None:
+            return False
+        self._unpin(request)
+        request.lease = lease
+        request.cached = request.computed = self._usable(request, lease.cached_pages)
+        lost = "evicted" if self.cache.corrupt_pages == corrupt else "corrupt"
+        self.recomputed[lost] += max(0, expected - request.cached)
+        request.fetched = min(request.fetched, request.cached)
+        request.restored = lease.restored_pages * self._page
+        return True
+
+    def _load_ahead(self) -> None:
+        """Load what the next prefills reuse while they wait, as long as nobody waits for that room."""
+        if self._waiting:
+            return
+        for request in self._prefills[:_AHEAD]:
+            if request.ready and request.lease is None and not self._load(request):
+                return
+
+    def _lease(self, request: Request, prompt_pages: int) -> Lease | None:
         """Pages and room for a request; None when there is no room now."""
         # Trying costs a walk over the path: not before the room is more than it was the last time.
         if request.refused_at is not None and self.cache.l1_available <= request.refused_at:
             return None
-        lease = self.cache.lease(prompt_path, self._pages_needed(request))
+        lease = self.cache.lease(request.path.pages[:prompt_pages], self._pages_needed(request))
         if lease is None:
             request.refused_at = self.cache.l1_available
         return lease
@@ -445,9 +488,8 @@ class Scheduler:
             return
         self._computing.remove(request)
         if request.kind is Kind.PREFILL:
-            self._recent[request.rid] = request.prompt
-            if len(self._recent) > _RECENT:
-                self._recent.popitem(last=False)
+            if len(request.tail):
+                self.cache.keep_tail(request.tail)
             self._end(request)
             self._events.append(Prefilled(request, t))
             return
@@ -479,7 +521,7 @@ class Scheduler:
 
     def _write(self, request: Request, tokens: int) -> None:
         assert request.lease is not None
-        have, full = len(request.lease.pages), tokens // self._page
+        have, full = request.lease.pages, tokens // self._page
         if full > have:
             self.cache.write(request.lease, request.path[have:full])
 
@@ -488,8 +530,12 @@ class Scheduler:
         del self._requests[request.seq]
         if request.lease is not None:
             self.cache.release(request.lease)
-        self.cache.unpin_host(request.host_pins)
-        request.host_pins = []
+        self._unpin(request)
+
+    def _unpin(self, request: Request) -> None:
+        if request.host_pins is not None:
+            self.cache.let_go(request.host_pins)
+            request.host_pins = None
 
     # ------------------------------------------------------------------------------ transfers, phase, helpers
 
@@ -499,15 +545,18 @@ class Scheduler:
         if request is None:
             return
         request.ready = True
-        pages = request.path[request.local_pages : request.local_pages + request.fetched // self._page]
         if request.kind is Kind.PREFILL:
-            request.host_pins = self.cache.receive(pages)
-            request.fetched = len(request.host_pins) * self._page
-            request.cached = self._usable(request, self.cache.held(request.path))
-        else:
-            assert request.lease is not None
-            self.cache.write(request.lease, pages)
-            self._go_on(request)
+            expected = request.cached
+            request.cached = self._usable(request, self.cache.held(request.path.pages))
+            if request.lost:
+                self.recomputed[request.lost] += max(0, expected - request.cached)
+            return
+        assert request.lease is not None
+        corrupt = self.cache.corrupt_pages
+        self.cache.load(request.lease, request.path.pages[request.lease.pages : request.prompt // self._page])
+        self._unpin(request)
+        lost = request.lost or ("evicted" if self.cache.corrupt_pages == corrupt else "corrupt")
+        self._pulled(request, lost)
 
     def _hand_back(self, now: float, *, all_kinds: bool = False) -> None:
         for request in [*self._prefills, *self._waiting]:

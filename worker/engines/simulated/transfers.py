@@ -1,28 +1,22 @@
-"""Pages that come from a peer: to host memory for a prefill while it waits, to GPU memory for a decode.
+"""Pages that come from a peer, for a prefill while it waits or for a decode: what to ask for, how long it takes.
 
 Rules that hold here
-- A PREFILL fetches the pages that its node lacks, up to page `source.last`, into host memory (section 4.2).
-- A GENERATE pulls every prompt page that its node's GPUs lack, those in its own host memory too (Appendix D.6:
-  a decode node only writes to host memory), and the tokens of the partial last page.
+- A PREFILL fetches the pages that its node lacks, up to page `source.last`, and none when they are fewer than the
+  profile's least fetch (section 4.2, Appendix E.3: 512 tokens).
+- A GENERATE pulls the prompt pages that its node lacks, and the tokens of the partial last page. Those in its host
+  memory it has; they cost as much time as if they came over the link, but nobody waits for a batch that stands still
+  (Appendix D.6).
 - A peer that cannot be asked, or holds less, means that the rest is recomputed, never that it is waited for.
+- A transfer takes as long as the profile's link says, or as long as it really took when that was more.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from shared.timing import Profile
 from worker.engines.simulated.phase import Kind
-from worker.engines.simulated.requests import LookupWanted, Request, Source
+from worker.engines.simulated.requests import FetchWanted, Request, Source
 
 TRANSFER_LATENCY_S = 0.005
-
-
-class Lost(NamedTuple):
-    """Tokens that a peer did not have after all, and why."""
-
-    reason: str  # peer_failed, peer_missing
-    tokens: int
 
 
 def transfer_s(profile: Profile, tokens: int) -> float:
@@ -35,49 +29,40 @@ def usable_tokens(request: Request, pages: int, page_size: int) -> int:
     return min(pages * page_size, request.prompt - 1)
 
 
-def begin(request: Request, profile: Profile, t: float) -> LookupWanted:
-    """Start the transfer of a request with a source, of which the node holds `local_pages`."""
+def begin(request: Request, profile: Profile, t: float) -> FetchWanted | None:
+    """Start the transfer of a request of which the node holds `local_pages`; None when nothing is to come."""
     assert request.source is not None
-    prompt_pages = request.prompt // profile.page_size
-    last = prompt_pages if request.kind is Kind.GENERATE else min(request.source.last, prompt_pages)
-    first = request.local_pages
-    if request.kind is Kind.GENERATE:
-        # With no page left to ask for, the last one is: it tells whether the peer is there to give the tail.
-        first = max(0, min(first, prompt_pages - 1))
+    page = profile.page_size
+    prompt_pages = request.prompt // page
+    pulls = request.kind is Kind.GENERATE
+    last = prompt_pages if pulls else min(request.source.last, prompt_pages)
+    path = request.path[request.local_pages : max(last, request.local_pages)]
+    tokens = len(path) * page
+    if pulls:
+        path = path.plus(request.tail)
+        tokens = request.prompt - request.local_pages * page
+        if request.lease is not None:
+            tokens += request.lease.restored_pages * page
+    elif tokens < profile.fetch.min_tokens:
+        return None
     else:
-        request.cached = usable_tokens(request, last, profile.page_size)
+        request.cached = usable_tokens(request, last, page)
+    if not len(path):
+        return None
     request.source = Source(request.source.url, last)
-    request.lookup_from = first
     request.ready = False
     request.pull_t = t
-    request.ready_t = t + transfer_s(profile, (last - first) * profile.page_size)
-    return LookupWanted(request, request.source.url, request.path[first:last])
+    request.ready_t = t + transfer_s(profile, tokens)
+    return FetchWanted(request, request.source.url, path, pulls and len(request.tail) > 0)
 
 
-def answered(request: Request, held: int | None, profile: Profile, now: float) -> Lost:
-    """The peer holds the first `held` pages that it was asked for; None when it cannot be used.
-
-    Sets `fetched` and `ready_t` of the request, and `computed` of a GENERATE to what it will have then.
-    """
-    assert request.source is not None
-    wanted, page = request.source.last, profile.page_size
-    reason = "peer_missing"
-    if held is None:
-        held, reason = 0, "peer_failed"
-    complete = reason != "peer_failed" and request.lookup_from + held >= wanted
-    last = max(request.local_pages, min(wanted, request.lookup_from + held))
-    request.fetched = (last - request.local_pages) * page
-    moved, lost = request.fetched, (wanted - last) * page
-    if request.kind is Kind.GENERATE:
-        assert request.lease is not None
-        moved += request.lease.restored_pages * page
-        if complete:
-            moved += request.prompt - last * page
-            request.computed = request.prompt
-        else:
-            request.computed = usable_tokens(request, last, page)
-        lost = request.prompt - request.computed
+def came(request: Request, pages: int, reason: str, profile: Profile, now: float) -> None:
+    """The first `pages` of the pages asked for are here; sets when the request has them."""
+    request.lost = reason
+    request.fetched = pages * profile.page_size
     request.ready_t = now
-    if moved or complete:
-        request.ready_t = max(now, request.pull_t + transfer_s(profile, moved))
-    return Lost(reason, lost)
+    if pages:
+        tokens = request.fetched
+        if request.lease is not None:
+            tokens += request.lease.restored_pages * profile.page_size
+        request.ready_t = max(now, request.pull_t + transfer_s(profile, tokens))

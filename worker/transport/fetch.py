@@ -1,0 +1,303 @@
+"""Fetching pages from peers while their requests queue (section 4.2): peer L2 -> own L2.
+
+Rules that hold here
+- A page that is held, or on its way already, is not fetched again: requests share what is in flight.
+- A page is readable here once it has arrived and was checked. One that is not what its checksum says ends the fetch:
+  the pages before it are good, the rest is computed.
+- What was fetched stays pinned in L2 until the request takes it over.
+- A fetch ends with its last request: then its slots are free again as soon as nothing is written into them any more,
+  and the peer is told.
+- It never takes longer than `timeout_s` in all, and never fails: what did not come is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from shared.log import get_logger
+from shared.messages import PageArray
+from worker.kv.cache import NodeCache
+from worker.kv.memory import Flags, PageMemory
+from worker.kv.path import Path, Slots
+from worker.transport.base import TransferError, Transport
+from worker.transport.peers import PeerClient, Pinned
+
+# Read and checked together, while the next pieces are read: some batches of a transport, and bytes enough that what is
+# done once a piece does not count.
+PIECE_PAGES, PIECE_BYTES = 255, 2**22
+READ_AHEAD = 2  # pieces
+log = get_logger("worker")
+
+Spawn = Callable[[Coroutine[None, None, None], str], object]
+
+
+class Arrived(msgspec.Struct, frozen=True):
+    """What came of a fetch: the first `pages` of the path are held; `held` are the L2 slots that are pinned for it.
+
+    `reason` says why the rest is missing: peer_failed, peer_missing, corrupt, no_room; empty when nothing is.
+    """
+
+    pages: int
+    held: Slots
+    reason: str = ""
+
+
+class FetchCounts(msgspec.Struct):
+    """What was fetched since the start."""
+
+    fetches: int = 0
+    pages: int = 0
+    bytes: int = 0
+    seconds: float = 0.0  # wall, from the question to the last page
+    shared_pages: int = 0  # wanted while on their way for another request
+    corrupt_pages: int = 0
+    failures: int = 0
+
+
+class _Piece(NamedTuple):
+    """Pages [first, last) of a transfer."""
+
+    pinned: Pinned
+    pages: PageArray
+    slots: Slots
+    first: int
+    last: int
+
+
+class _Transfer:
+    """Pages on their way from one peer. `users` wait for them."""
+
+    __slots__ = ("done", "held", "path", "reason", "task", "url", "users")
+
+    def __init__(self, url: str, path: Path) -> None:
+        self.url = url
+        self.path = path
+        self.users = 0
+        self.held: list[Slots] = []  # pinned until the last user has gone
+        self.reason = ""
+        self.done = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+
+class Fetcher:
+    def __init__(
+        self,
+        cache: NodeCache,
+        memory: PageMemory,
+        transport: Transport,
+        peers: PeerClient,
+        spawn: Spawn,
+        *,
+        timeout_s: float = 10.0,
+        on_pages: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._cache, self._memory, self._transport, self._peers = cache, memory, transport, peers
+        self._spawn = spawn
+        self._timeout_s = timeout_s
+        self._on_pages = on_pages  # pages entered or left L2
+        self.page_bytes = memory.arena.page_bytes
+        self._in_flight: dict[int, _Transfer] = {}
+        self._checker = ThreadPoolExecutor(1, "check")
+        self.counts = FetchCounts()
+
+    def close(self) -> None:
+        self._checker.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def pages_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    async def fetch(self, url: str, path: Path, *, tail: bool = False) -> Arrived:
+        """Get what this node lacks of a path from the worker at `url`. With `tail` the last page is a tail."""
+        cache = self._cache
+        began = cache.hold(path.pages)
+        joined: list[_Transfer] = []
+        try:
+            wanted: list[int] = []
+            for at, (page, there) in enumerate(
+                zip(path.pages.tolist(), cache.in_host(path.pages).tolist(), strict=True)
+            ):
+                transfer = self._in_flight.get(page)
+                if there:
+                    continue
+                if transfer is None:
+                    wanted.append(at)
+                elif transfer in joined:
+                    self.counts.shared_pages += 1
+                else:
+                    self.counts.shared_pages += 1
+                    self._join(transfer, joined)
+            if wanted:
+                tail = tail and wanted[-1] == len(path) - 1
+                self._join(self._begin(url, path.take(np.array(wanted)), tail=tail), joined)
+            for transfer in joined:
+                await transfer.done.wait()
+            there = cache.in_host(path.pages)
+            missing = (~there).nonzero()[0]
+            pages = int(missing[0]) if missing.size else len(path)
+            reason = next((transfer.reason for transfer in joined if transfer.reason), "peer_missing")
+            return Arrived(pages, cache.hold(path.pages[:pages]), reason if pages < len(path) else "")
+        finally:
+            cache.let_go(began)
+            for transfer in joined:
+                self._leave(transfer)
+
+    def _join(self, transfer: _Transfer, joined: list[_Transfer]) -> None:
+        transfer.users += 1
+        joined.append(transfer)
+
+    def _leave(self, transfer: _Transfer) -> None:
+        transfer.users -= 1
+        if transfer.users:
+            return
+        if not transfer.done.is_set() and transfer.task is not None:
+            transfer.task.cancel()
+        self._let_go(transfer)
+
+    def _let_go(self, transfer: _Transfer) -> None:
+        held, transfer.held = transfer.held, []
+        for slots in held:
+            self._cache.let_go(slots)
+
+    def _begin(self, url: str, path: Path, *, tail: bool) -> _Transfer:
+        transfer = _Transfer(url, path)
+        for page in path.pages.tolist():
+            self._in_flight[page] = transfer
+        self._spawn(self._run(transfer, tail), f"fetch from {url}")
+        return transfer
+
+    # ------------------------------------------------------------------------------ one transfer
+
+    async def _run(self, transfer: _Transfer, tail: bool) -> None:
+        transfer.task = asyncio.current_task()
+        if transfer.users < 1:
+            # All users went before this began.
+            self._end(transfer)
+            return
+        start = time.monotonic()
+        self.counts.fetches += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._transfer(transfer, tail)
+        except TimeoutError:
+            transfer.reason = "peer_failed"
+            self._peers.failed(transfer.url, TimeoutError(f"no end after {self._timeout_s:g} s"))
+        finally:
+            self.counts.seconds += time.monotonic() - start
+            self.counts.failures += transfer.reason == "peer_failed"
+            self._end(transfer)
+
+    def _end(self, transfer: _Transfer) -> None:
+        for page in transfer.path.pages.tolist():
+            del self._in_flight[page]
+        transfer.done.set()
+        if not transfer.users:
+            self._let_go(transfer)
+        self._on_pages()
+
+    async def _transfer(self, transfer: _Transfer, tail: bool) -> None:
+        pinned = await self._peers.pin(transfer.url, transfer.path, self._timeout_s + 1.0)
+        if pinned is None:
+            transfer.reason = "peer_failed"
+            return
+        bad: Path | None = None
+        try:
+            pages = pinned.offsets.size
+            if pages < len(transfer.path):
+                transfer.reason = "peer_missing"
+            slots = self._cache.reserve(pages)
+            if slots.size < pages:
+                transfer.reason = "no_room"
+            bad = await self._read(transfer, pinned, slots, tail)
+        except (TransferError, ValueError) as error:
+            # A ValueError: what the peer said of its arena cannot be.
+            transfer.reason = "peer_failed"
+            self._peers.failed(transfer.url, error)
+        finally:
+            self._spawn(self._peers.release(pinned, bad), "release")
+
+    async def _read(self, transfer: _Transfer, pinned: Pinned, slots: Slots, tail: bool) -> Path | None:
+        """Read the first pages into these slots; a page that is not what it should be, if one came."""
+        size = self.page_bytes
+        step = PIECE_PAGES * max(1, PIECE_BYTES // (PIECE_PAGES * size))
+        loop = asyncio.get_running_loop()
+        kept = 0  # slots that hold pages, or are free again
+        under_way: deque[tuple[int, asyncio.Future[Flags]]] = deque()
+        at = 0
+        try:
+            while at < slots.size or under_way:
+                while at < slots.size and len(under_way) <= READ_AHEAD:
+                    piece = _Piece(pinned, transfer.path.pages, slots, at, min(at + step, slots.size))
+                    under_way.append((at, asyncio.ensure_future(self._read_piece(piece, loop))))
+                    at += step
+                first, future = under_way[0]
+                sound = await asyncio.shield(future)
+                under_way.popleft()
+                wrong = (~sound).nonzero()[0]
+                kept = first + (int(wrong[0]) if wrong.size else sound.size)
+                self._keep(transfer, slots[first:kept], first, kept, tail)
+                if wrong.size:
+                    return self._corrupt(transfer, kept)
+            self._peers.well(transfer.url)
+            return None
+        finally:
+            # Their slots are in use until they have ended.
+            for _, future in under_way:
+                future.cancel()
+            await _settled([future for _, future in under_way])
+            self._cache.give_back(slots[kept:])
+
+    async def _read_piece(self, piece: _Piece, loop: asyncio.AbstractEventLoop) -> Flags:
+        """bool[n]: which pages of the piece are what the peer says that they are."""
+        size, pinned, part = self.page_bytes, piece.pinned, slice(piece.first, piece.last)
+        slots = piece.slots[part]
+        left_s = max(0.01, pinned.until - time.monotonic())
+        await self._transport.read(pinned.endpoint, pinned.offsets[part], slots * size, size, left_s)
+        if time.monotonic() >= pinned.until:
+            raise TransferError(f"{pinned.url}: the pages came after their time")
+        check = loop.run_in_executor(
+            self._checker, self._memory.arrived, slots, piece.pages[part], pinned.checksums[part]
+        )
+        # The thread looks at these slots until it is done.
+        await _settled([check])
+        return check.result()
+
+    def _keep(self, transfer: _Transfer, slots: Slots, first: int, last: int, tail: bool) -> None:
+        if not slots.size:
+            return
+        path = transfer.path[first:last]
+        self._cache.arrived(path, slots, tail=tail and last == len(transfer.path))
+        transfer.held.append(self._cache.hold(path.pages))
+        self.counts.pages += slots.size
+        self.counts.bytes += slots.size * self.page_bytes
+        self._on_pages()
+
+    def _corrupt(self, transfer: _Transfer, at: int) -> Path:
+        transfer.reason = "corrupt"
+        self.counts.corrupt_pages += 1
+        page = int(transfer.path.pages[at])
+        log.error("page_corrupt", url=transfer.url, page=f"{page & 2**64 - 1:016x}", where="fetched")
+        return transfer.path[at : at + 1]
+
+
+async def _settled(futures: Sequence[asyncio.Future[Flags]]) -> None:
+    """Wait for the end of futures, also while being cancelled."""
+    cancelled = False
+    while rest := [future for future in futures if not future.done()]:
+        try:
+            await asyncio.wait(rest)
+        except asyncio.CancelledError:
+            cancelled = True
+    for future in futures:
+        if not future.cancelled():
+            future.exception()  # has been looked at: the first one that failed was raised
+    if cancelled:
+        raise asyncio.CancelledError
