@@ -24,9 +24,13 @@ import json
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import aiohttp
+
 from services.up import Supervisor, UpSettings
+from shared.split import parse_split
 
 LEAST_PAGES = 10_000
 LRU_LOSES = (0.05, 0.15)
@@ -39,15 +43,15 @@ async def replay(args: argparse.Namespace, eviction: str, folder: Path) -> dict[
         EI_WORKER_L1_TOKENS=str(args.l1_tokens),
         EI_WORKER_L2_TOKENS=str(args.l2_tokens),
     )
-    # No warm-up: the split is 2P2D from the start, and the planner keeps it.
+    # A short warm-up, and a window that does not end: the split stays what it is.
     settings = UpSettings(
-        port=0, page_port=0, split="2P2D", speedup=args.speedup, warmup_s=1.0, window_s=1e6, slice_s=60.0,
+        port=0, page_port=0, split=args.split, speedup=args.speedup, warmup_s=1.0, window_s=36_000.0, slice_s=60.0,
         logs=str(folder / eviction),
     )  # fmt: skip
     supervisor = Supervisor(settings, quiet=True)
     try:
         await supervisor.start()
-        await evolving("split", "2P2D", "--hold", "--redis", supervisor.redis_url)
+        await split_reached(supervisor.url, args.split)
         report = folder / f"{eviction}.json"
         await evolving(
             "replay", str(args.trace), "--url", supervisor.url, "--agents", str(args.agents), "--speedup",
@@ -69,8 +73,20 @@ async def replay(args: argparse.Namespace, eviction: str, folder: Path) -> dict[
         "corrupt pages": kv["corrupt_pages"],
         "evicted, in use": kv["evicted_counted_pages"],
         "evicted, not": kv["evicted_uncounted_pages"],
-        "recomputed tokens": sum(kv["recomputed_tokens"].values()),
-    }
+    } | {f"recomputed, {reason}": tokens for reason, tokens in kv["recomputed_tokens"].items()}
+
+
+async def split_reached(url: str, split: str) -> None:
+    wanted = parse_split(split)
+    deadline = time.monotonic() + 60.0
+    async with aiohttp.ClientSession() as http:
+        while time.monotonic() < deadline:
+            async with http.get(url + "/ei/v1/cluster") as answer:
+                phases = [node["phase"] for node in (await answer.json())["nodes"]]
+            if (phases.count("prefill"), phases.count("decode")) == wanted:
+                return
+            await asyncio.sleep(0.2)
+    raise SystemExit(f"the cluster did not come to {split} within a minute")
 
 
 async def evolving(*words: str) -> None:
@@ -103,6 +119,7 @@ def main() -> int:
     parser.add_argument("--agents", type=int, default=12)
     parser.add_argument("--speedup", type=float, default=30.0)
     parser.add_argument("--max-pause", type=float, default=60.0)
+    parser.add_argument("--split", default="3P1D", help="of four nodes")
     parser.add_argument("--l1-tokens", type=int, default=409_600)
     parser.add_argument("--l2-tokens", type=int, default=900_032)
     parser.add_argument("--transport", default="mooncake")
@@ -115,10 +132,9 @@ def main() -> int:
         for eviction in [args.only] if args.only else ["lru", "count"]:
             runs[eviction] = asyncio.run(replay(args, eviction, Path(folder)))
     print(f"L1 {args.l1_tokens:,} and L2 {args.l2_tokens:,} tokens a node, pages over {args.transport}")
-    names = list(next(iter(runs.values())))
-    for name in names:
-        print(f"{name:20}" + "".join(f"{run[name]:14.4f}" for run in runs.values()))
-    print(f"{'':20}" + "".join(f"{eviction:>14}" for eviction in runs))
+    print(f"{'':26}" + "".join(f"{eviction:>14}" for eviction in runs))
+    for name in dict.fromkeys(name for run in runs.values() for name in run):
+        print(f"{name:26}" + "".join(f"{run.get(name, 0.0):14,.6g}" for run in runs.values()))
     if args.json:
         args.json.write_text(json.dumps({"settings": vars(args) | {"trace": str(args.trace), "json": str(args.json)},
                                          "runs": runs}, indent=2) + "\n")  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import msgspec
 import numpy as np
@@ -13,7 +14,9 @@ from aiohttp import web
 from shared.messages import Tier
 from tests.conftest import eventually
 from tests.kv_node import KvNode, kv_nodes, path
+from worker.kv.loans import Loan
 from worker.kv.path import Path
+from worker.transport import fetch, peers
 from worker.transport.base import Endpoint, Offsets, TransferError
 from worker.transport.fetch import Arrived
 from worker.transport.peers import PIN_PATH, RELEASE_PATH, VERSION, PinAnswer, PinCall, ReleaseCall
@@ -160,13 +163,49 @@ async def test_no_room_means_that_less_comes() -> None:
         b.cache.let_go(full)
 
 
-async def test_a_peer_lends_at_most_its_share_and_says_so() -> None:
+async def test_a_peer_lends_at_most_its_share_and_the_rest_afterwards() -> None:
     async with kv_nodes(l2_pages=600) as (a, b):
         a.compute(path(0, 400))
-        arrived = await fetched(b, a.url, path(0, 400))
-        assert (arrived.pages, arrived.reason) == (0, "peer_failed") and a.service.loans.refused == 1
+        most = 0
+        lend = a.service.loans.lend
+
+        def watched(wanted: Path, hold_s: float, now: float) -> Loan:
+            nonlocal most
+            loan = lend(wanted, hold_s, now)
+            most = max(most, a.service.loans.pages)
+            return loan
+
+        a.service.loans.lend = watched  # type: ignore[method-assign]
+        assert (await fetched(b, a.url, path(0, 400))).pages == 400
+        assert most == 300 and b.sound(path(0, 400).pages)
+
+
+async def test_a_peer_that_has_lent_all_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with kv_nodes(l2_pages=600) as (a, b):
+        a.compute(path(0, 400))
+        loan = a.service.loans.lend(path(0, 300), 30.0, time.monotonic())
+        waiting = asyncio.create_task(fetched(b, a.url, path(300, 50)))
+        await eventually(lambda: a.service.loans.refused > 1)
+        a.service.loans.end(loan.number)
+        assert (await waiting).pages == 50
+        await eventually(lambda: a.service.loans.pages == 0)
+
+        monkeypatch.setattr(peers, "BUSY_S", 0.2)
+        loan = a.service.loans.lend(path(0, 300), 30.0, time.monotonic())
+        assert (await fetched(b, a.url, path(350, 50))).reason == "peer_failed"
         assert not b.peers.failures, "a busy peer is not a broken one"
-        assert (await fetched(b, a.url, path(0, 300))).pages == 300
+        a.service.loans.end(loan.number)
+
+
+async def test_long_paths_come_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "WINDOW_PAGES", 64)
+    async with kv_nodes() as (a, b):
+        a.compute(path(0, 500))
+        tail = path(10**9, 1)
+        a.cache.keep_tail(tail)
+        arrived = await fetched(b, a.url, path(0, 500).plus(tail), tail=True)
+        assert arrived.pages == 501 and b.cache.has_tail(tail) and len(b.cache.pages(Tier.L2)) == 500
+        assert (await fetched(b, a.url, path(0, 530))).reason == "peer_missing"
 
 
 async def test_a_transfer_that_fails_leaves_nothing_behind() -> None:
@@ -235,7 +274,6 @@ async def test_pins_of_a_reader_that_died_end_with_their_time() -> None:
         (msgspec.msgpack.encode(PinCall(VERSION, 8192, b"", 1.0)), 409),
         (msgspec.msgpack.encode(PinCall(VERSION, 4096, b"", 0.0)), 400),
         (msgspec.msgpack.encode(PinCall(VERSION, 4096, b"", float("nan"))), 400),
-        (msgspec.msgpack.encode(PinCall(VERSION, 4096, path(0, 2000).keys.tobytes(), 1.0)), 429),
     ],
 )
 async def test_a_bad_question_gets_a_clear_answer(call: bytes, status: int) -> None:
@@ -264,6 +302,8 @@ async def test_a_release_of_another_life_changes_nothing() -> None:
         {"version": VERSION + 1},
         {"offsets": b""},
         {"checksums": b"12345678"},
+        {"cut": True},
+        {"offsets": b"", "checksums": b"", "cut": True},
         {"offsets": np.full(10, 2**50, "<i8").tobytes()},
     ],
 )

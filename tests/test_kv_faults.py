@@ -167,8 +167,14 @@ async def test_host_memory_full_of_pinned_pages(
     async with workers(redis_url, cluster_name, tmp_path, transport, 2, flags) as (a, b):
         tokens = prompt(1, 250)
         await a.prefill("a", tokens)
-        done = await b.prefill("b", tokens, a)  # more than a lends
-        assert done.fetched_tokens == 0 and (await a.metrics())["loans_refused_total"] == 1
+        # a lends 204 pages at a time, and somebody has them all.
+        keys = b"".join(page_digests(tokens, PAGE))
+        async with b.http.post(
+            a.url + PIN_PATH, data=msgspec.msgpack.encode(PinCall(VERSION, PAGE_BYTES, keys, 6.0))
+        ) as loan:
+            assert loan.status == 200 and (await a.metrics())["lent_pages"] == 204
+        done = await b.prefill("b", tokens, a)
+        assert done.fetched_tokens == 0 and (await a.metrics())["loans_refused_total"] > 1
         assert await b.generate(tokens, "b") == expected(tokens)
 
         # All of b's host memory is pinned by somebody who reads it: nothing can come, nothing can be written there.

@@ -5,7 +5,8 @@ Rules that hold here
   is over.
 - The answer names this life of the node and the boot of its transport; a release that names another life changes
   nothing.
-- A caller of another version, or with pages of another size, gets 409; one that would pin too much gets 429.
+- A caller of another version, or with pages of another size, gets 409; one that comes while as many pages are
+  on loan as may be gets 429.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class PageService:
             (loan.slots * page_bytes).astype("<i8").tobytes(),
             sums.astype("<u8").tobytes(),
             loan.until - now,
+            loan.cut,
         )
         return web.Response(body=_encoder.encode(answer), content_type="application/msgpack")
 

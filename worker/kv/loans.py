@@ -4,7 +4,8 @@ Rules that hold here
 - No I/O and no clock: times are seconds that the caller's clock shows.
 - A loan pins pages until it is ended or its time is over, whichever comes first. A peer that dies costs pins for that
   long and no longer.
-- At most `most_pages` pins are out on loan: eviction always finds something. A loan beyond that is refused.
+- At most `most_pages` pins are out on loan: eviction always finds something. A loan is cut to what is left of that, and
+  refused when nothing is.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ class TooManyLoans(Exception):
 
 
 class Loan:
-    """`slots`: intp[n] of the arena, -1 for pages that are gone; all from the first one on that is not held."""
+    """`slots`: intp[n] of the arena, -1 for pages that are gone; all from the first one on that is not held.
 
-    __slots__ = ("lent", "number", "slots", "until")
+    They are fewer than asked for, `cut`, when no more may be on loan now.
+    """
 
-    def __init__(self, number: int, slots: Slots, lent: Slots, until: float) -> None:
+    __slots__ = ("cut", "lent", "number", "slots", "until")
+
+    def __init__(self, number: int, slots: Slots, lent: Slots, until: float, *, cut: bool) -> None:
         self.number = number
+        self.cut = cut
         self.slots = slots
         self.lent = lent
         self.until = until
@@ -50,13 +55,13 @@ class Loans:
     def lend(self, path: Path, hold_s: float, now: float) -> Loan:
         """Pin the leading pages of `path` that are held for `hold_s`, at most MOST_HOLD_S. Raises TooManyLoans."""
         self.expire(now)
-        if self.pages + len(path) > self._most_pages:
+        left = self._most_pages - self.pages
+        if left <= 0 < len(path):
             self.refused += 1
-            raise TooManyLoans(
-                f"{self.pages} pages are on loan; {len(path)} more would exceed {self._most_pages}"
-            )
-        slots, lent = self._cache.lend(path)
-        loan = Loan(next(self._numbers), slots, lent, now + min(hold_s, MOST_HOLD_S))
+            raise TooManyLoans(f"{self.pages} pages are on loan, as many as may be")
+        slots, lent = self._cache.lend(path[:left])
+        until = now + min(hold_s, MOST_HOLD_S)
+        loan = Loan(next(self._numbers), slots, lent, until, cut=left < len(path))
         self._loans[loan.number] = loan
         self.pages += lent.size
         return loan

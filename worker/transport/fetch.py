@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,6 +33,7 @@ from worker.transport.peers import PeerClient, Pinned
 # done once a piece does not count.
 PIECE_PAGES, PIECE_BYTES = 255, 2**22
 READ_AHEAD = 2  # pieces
+WINDOW_PAGES = 2048  # asked for, and pinned at the peer, at a time
 log = get_logger("worker")
 
 Spawn = Callable[[Coroutine[None, None, None], str], object]
@@ -60,16 +60,6 @@ class FetchCounts(msgspec.Struct):
     shared_pages: int = 0  # wanted while on their way for another request
     corrupt_pages: int = 0
     failures: int = 0
-
-
-class _Piece(NamedTuple):
-    """Pages [first, last) of a transfer."""
-
-    pinned: Pinned
-    pages: PageArray
-    slots: Slots
-    first: int
-    last: int
 
 
 class _Transfer:
@@ -204,48 +194,52 @@ class Fetcher:
         self._on_pages()
 
     async def _transfer(self, transfer: _Transfer, tail: bool) -> None:
-        pinned = await self._peers.pin(transfer.url, transfer.path, self._timeout_s + 1.0)
-        if pinned is None:
-            transfer.reason = "peer_failed"
-            return
-        bad: Path | None = None
-        try:
-            pages = pinned.offsets.size
-            if pages < len(transfer.path):
+        """Window after window, each as long as the peer lends pages."""
+        path, first = transfer.path, 0
+        while first < len(path) and not transfer.reason:
+            window = path[first : first + WINDOW_PAGES]
+            pinned = await self._peers.pin(transfer.url, window, self._timeout_s + 1.0)
+            if pinned is None:
+                transfer.reason = "peer_failed"
+                return
+            bad: Path | None = None
+            held = window[: pinned.offsets.size]
+            first += len(held)
+            try:
+                bad = await self._read(transfer, held, pinned, tail=tail and first == len(path))
+            except (TransferError, ValueError) as error:
+                # A ValueError: what the peer said of its arena cannot be.
+                transfer.reason = "peer_failed"
+                self._peers.failed(transfer.url, error)
+            finally:
+                self._spawn(self._peers.release(pinned, bad), "release")
+            if not transfer.reason and len(held) < len(window) and not pinned.cut:
                 transfer.reason = "peer_missing"
-            slots = self._cache.reserve(pages)
-            if slots.size < pages:
-                transfer.reason = "no_room"
-            bad = await self._read(transfer, pinned, slots, tail)
-        except (TransferError, ValueError) as error:
-            # A ValueError: what the peer said of its arena cannot be.
-            transfer.reason = "peer_failed"
-            self._peers.failed(transfer.url, error)
-        finally:
-            self._spawn(self._peers.release(pinned, bad), "release")
 
-    async def _read(self, transfer: _Transfer, pinned: Pinned, slots: Slots, tail: bool) -> Path | None:
-        """Read the first pages into these slots; a page that is not what it should be, if one came."""
+    async def _read(self, transfer: _Transfer, path: Path, pinned: Pinned, *, tail: bool) -> Path | None:
+        """Read pages that are pinned at the peer; the first that is not what it should be, if one came."""
         size = self.page_bytes
         step = PIECE_PAGES * max(1, PIECE_BYTES // (PIECE_PAGES * size))
-        loop = asyncio.get_running_loop()
+        slots = self._cache.reserve(len(path))
+        if slots.size < len(path):
+            transfer.reason = "no_room"
         kept = 0  # slots that hold pages, or are free again
         under_way: deque[tuple[int, asyncio.Future[Flags]]] = deque()
         at = 0
         try:
             while at < slots.size or under_way:
                 while at < slots.size and len(under_way) <= READ_AHEAD:
-                    piece = _Piece(pinned, transfer.path.pages, slots, at, min(at + step, slots.size))
-                    under_way.append((at, asyncio.ensure_future(self._read_piece(piece, loop))))
+                    piece = self._read_piece(path.pages, pinned, slots, slice(at, min(at + step, slots.size)))
+                    under_way.append((at, asyncio.ensure_future(piece)))
                     at += step
                 first, future = under_way[0]
                 sound = await asyncio.shield(future)
                 under_way.popleft()
                 wrong = (~sound).nonzero()[0]
                 kept = first + (int(wrong[0]) if wrong.size else sound.size)
-                self._keep(transfer, slots[first:kept], first, kept, tail)
+                self._keep(transfer, path[first:kept], slots[first:kept], tail=tail and kept == len(path))
                 if wrong.size:
-                    return self._corrupt(transfer, kept)
+                    return self._corrupt(transfer, path[kept : kept + 1])
             self._peers.well(transfer.url)
             return None
         finally:
@@ -255,37 +249,35 @@ class Fetcher:
             await _settled([future for _, future in under_way])
             self._cache.give_back(slots[kept:])
 
-    async def _read_piece(self, piece: _Piece, loop: asyncio.AbstractEventLoop) -> Flags:
+    async def _read_piece(self, pages: PageArray, pinned: Pinned, slots: Slots, part: slice) -> Flags:
         """bool[n]: which pages of the piece are what the peer says that they are."""
-        size, pinned, part = self.page_bytes, piece.pinned, slice(piece.first, piece.last)
-        slots = piece.slots[part]
+        size, target = self.page_bytes, slots[part]
         left_s = max(0.01, pinned.until - time.monotonic())
-        await self._transport.read(pinned.endpoint, pinned.offsets[part], slots * size, size, left_s)
+        await self._transport.read(pinned.endpoint, pinned.offsets[part], target * size, size, left_s)
         if time.monotonic() >= pinned.until:
             raise TransferError(f"{pinned.url}: the pages came after their time")
-        check = loop.run_in_executor(
-            self._checker, self._memory.arrived, slots, piece.pages[part], pinned.checksums[part]
+        check = asyncio.get_running_loop().run_in_executor(
+            self._checker, self._memory.arrived, target, pages[part], pinned.checksums[part]
         )
         # The thread looks at these slots until it is done.
         await _settled([check])
         return check.result()
 
-    def _keep(self, transfer: _Transfer, slots: Slots, first: int, last: int, tail: bool) -> None:
+    def _keep(self, transfer: _Transfer, path: Path, slots: Slots, *, tail: bool) -> None:
         if not slots.size:
             return
-        path = transfer.path[first:last]
-        self._cache.arrived(path, slots, tail=tail and last == len(transfer.path))
+        self._cache.arrived(path, slots, tail=tail)
         transfer.held.append(self._cache.hold(path.pages))
         self.counts.pages += slots.size
         self.counts.bytes += slots.size * self.page_bytes
         self._on_pages()
 
-    def _corrupt(self, transfer: _Transfer, at: int) -> Path:
+    def _corrupt(self, transfer: _Transfer, page: Path) -> Path:
         transfer.reason = "corrupt"
         self.counts.corrupt_pages += 1
-        page = int(transfer.path.pages[at])
-        log.error("page_corrupt", url=transfer.url, page=f"{page & 2**64 - 1:016x}", where="fetched")
-        return transfer.path[at : at + 1]
+        name = int(page.pages[0]) & 2**64 - 1
+        log.error("page_corrupt", url=transfer.url, page=f"{name:016x}", where="fetched")
+        return page
 
 
 async def _settled(futures: Sequence[asyncio.Future[Flags]]) -> None:

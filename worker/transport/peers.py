@@ -5,15 +5,17 @@ Rules that hold here
 - A peer that failed is left alone for a while that doubles with each failure in a row; until then it answers
   None at once, so that one dead peer does not delay every request that would ask it. A transfer that failed counts,
   too.
+- A peer that has lent as much as it may is asked again for up to BUSY_S: it is well.
 - An answer of another version, for pages of another size, or that speaks of places outside of the peer's arena is a
   failure.
 """
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
 from collections import OrderedDict
-from typing import TypeVar
 
 import aiohttp
 import msgspec
@@ -27,10 +29,10 @@ from worker.transport.base import Endpoint, Offsets
 VERSION = 1
 PIN_PATH = "/ei/v1/pages/pin"
 RELEASE_PATH = "/ei/v1/pages/release"
+BUSY_S, BUSY_PAUSE_S = 3.0, 0.05
 FIRST_PAUSE_S = 0.5
 LAST_PAUSE_S = 10.0
 MAX_PEERS = 4096
-T = TypeVar("T")
 log = get_logger("worker")
 
 
@@ -51,6 +53,9 @@ class PinAnswer(msgspec.Struct, frozen=True, array_like=True):
     offsets: bytes  # int64 a page: where it lies in the arena, -1 for what is gone
     checksums: bytes  # uint64 a page
     hold_s: float  # granted
+    cut: bool = (
+        False  # it tells of the first pages only, for it has no more to lend now: ask for the rest afterwards
+    )
 
 
 class ReleaseCall(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +76,7 @@ class Pinned(msgspec.Struct, frozen=True):
     offsets: Offsets
     checksums: Checksums
     until: float  # monotonic wall seconds: what is read later may be something else
+    cut: bool  # of the pages after these it has not said anything
 
 
 class _Health(msgspec.Struct):
@@ -97,23 +103,24 @@ class PeerClient:
         health = self._unwell.get(url)
         if health is not None and time.monotonic() < health.until:
             return None
-        call = PinCall(VERSION, self._page_bytes, path.keys.tobytes(), hold_s)
-        asked = time.monotonic()
+        body = _encoder.encode(PinCall(VERSION, self._page_bytes, path.keys.tobytes(), hold_s))
+        begun = time.monotonic()
+        pause_s = BUSY_PAUSE_S
         try:
-            async with self._session.post(
-                url + PIN_PATH, data=_encoder.encode(call), timeout=self._timeout
-            ) as answer:
-                if answer.status == 429:
-                    # Too many are reading from it: it is well, but has nothing for us.
+            while True:
+                asked = time.monotonic()
+                async with self._session.post(url + PIN_PATH, data=body, timeout=self._timeout) as answer:
+                    if answer.status != 429:
+                        answer.raise_for_status()
+                        told = _answers.decode(await answer.read())
+                        return _pinned(url, told, len(path), self._page_bytes, asked)
+                if asked - begun > BUSY_S:
                     return None
-                answer.raise_for_status()
-                pinned = _pinned(
-                    url, _answers.decode(await answer.read()), len(path), self._page_bytes, asked
-                )
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(0.5, pause_s * 2)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, msgspec.DecodeError) as error:
             self.failed(url, error)
             return None
-        return pinned
 
     async def release(self, pinned: Pinned, bad: Path | None = None) -> None:
         """Say that pages were read; when this cannot be said, their time at the peer runs out."""
@@ -149,13 +156,17 @@ def _pinned(url: str, answer: PinAnswer, pages: int, page_bytes: int, asked: flo
         raise ValueError(f"it speaks version {answer.version} of the page service, this node {VERSION}")
     offsets = np.frombuffer(answer.offsets, dtype="<i8")
     checksums = np.frombuffer(answer.checksums, dtype="<u8")
-    if offsets.size != pages or checksums.size != pages:
-        raise ValueError(f"it told of {offsets.size} places and {checksums.size} checksums for {pages} pages")
+    told = offsets.size
+    if checksums.size != told or (not 0 < told < pages if answer.cut else told != pages):
+        raise ValueError(f"it told of {told} places and {checksums.size} checksums for {pages} pages")
     gone = (offsets < 0).nonzero()[0]
-    held = int(gone[0]) if gone.size else pages
+    held = int(gone[0]) if gone.size else told
     offsets = offsets[:held]
     if held and int(offsets.max()) + page_bytes > answer.endpoint.nbytes:
         raise ValueError(f"it told of a page at {int(offsets.max())}, beyond its arena")
     # Counted from before the question: what the answer took on its way is then not missing at the end.
     until = asked + answer.hold_s
-    return Pinned(url, answer.loan, answer.incarnation, answer.endpoint, offsets, checksums[:held], until)
+    cut = answer.cut and held == told
+    return Pinned(
+        url, answer.loan, answer.incarnation, answer.endpoint, offsets, checksums[:held], until, cut
+    )
