@@ -111,6 +111,19 @@ async def test_a_fetch_ends_with_its_last_request() -> None:
         assert (await fetched(b, a.url, path(0, 140))).pages == 140 and b.sound(path(0, 140).pages)
 
 
+async def test_a_request_that_comes_while_a_fetch_is_being_ended_gets_its_pages() -> None:
+    async with kv_nodes() as (a, b):
+        a.compute(path(0, 400))
+        for _ in range(5):
+            first = asyncio.create_task(b.fetcher.fetch(a.url, path(0, 400)))
+            await eventually(lambda: b.fetcher.pages_in_flight == 400, every_s=0.0)
+            first.cancel()
+            await asyncio.wait([first])
+            assert (await fetched(b, a.url, path(0, 400))).pages == 400 and b.sound(path(0, 400).pages)
+            await b.quiet()
+            b.cache._drop_corrupt(path(0, 400).pages)
+
+
 async def test_a_flipped_bit_costs_the_page_and_what_follows_and_the_peer_drops_it() -> None:
     async with kv_nodes() as (a, b):
         a.compute(path(0, 300))

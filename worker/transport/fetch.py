@@ -148,8 +148,11 @@ class Fetcher:
         transfer.users -= 1
         if transfer.users:
             return
-        if not transfer.done.is_set() and transfer.task is not None:
-            transfer.task.cancel()
+        if not transfer.done.is_set():
+            # Nobody may join what will not end well.
+            self._forget(transfer)
+            if transfer.task is not None:
+                transfer.task.cancel()
         self._let_go(transfer)
 
     def _let_go(self, transfer: _Transfer) -> None:
@@ -185,9 +188,13 @@ class Fetcher:
             self.counts.failures += transfer.reason == "peer_failed"
             self._end(transfer)
 
-    def _end(self, transfer: _Transfer) -> None:
+    def _forget(self, transfer: _Transfer) -> None:
         for page in transfer.path.pages.tolist():
-            del self._in_flight[page]
+            if self._in_flight.get(page) is transfer:
+                del self._in_flight[page]
+
+    def _end(self, transfer: _Transfer) -> None:
+        self._forget(transfer)
         transfer.done.set()
         if not transfer.users:
             self._let_go(transfer)
@@ -198,7 +205,7 @@ class Fetcher:
         path, first = transfer.path, 0
         while first < len(path) and not transfer.reason:
             window = path[first : first + WINDOW_PAGES]
-            pinned = await self._peers.pin(transfer.url, window, self._timeout_s + 1.0)
+            pinned = await self._pin(transfer.url, window)
             if pinned is None:
                 transfer.reason = "peer_failed"
                 return
@@ -215,6 +222,20 @@ class Fetcher:
                 self._spawn(self._peers.release(pinned, bad), "release")
             if not transfer.reason and len(held) < len(window) and not pinned.cut:
                 transfer.reason = "peer_missing"
+
+    async def _pin(self, url: str, path: Path) -> Pinned | None:
+        asking = asyncio.ensure_future(self._peers.pin(url, path, self._timeout_s + 1.0))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            # The peer may have pinned them already: what it answers is then given back.
+            self._spawn(self._release_unread(asking), "release")
+            raise
+
+    async def _release_unread(self, asking: asyncio.Future[Pinned | None]) -> None:
+        pinned = await asking
+        if pinned is not None:
+            await self._peers.release(pinned)
 
     async def _read(self, transfer: _Transfer, path: Path, pinned: Pinned, *, tail: bool) -> Path | None:
         """Read pages that are pinned at the peer; the first that is not what it should be, if one came."""
