@@ -152,6 +152,39 @@ def test_all_of_l2_pinned_means_no_write_through() -> None:
     assert cache.held(at(8, 9)) == 2
 
 
+def test_what_a_decode_adds_counts_as_its_branch_until_the_directory_speaks() -> None:
+    def decoded(cache: NodeCache) -> None:
+        cache.set_counts(at(1, 2), at())
+        lease = cache.lease(at(1, 2), 5)
+        assert lease is not None
+        cache.write(lease, path(1, 2))
+        cache.write(lease, path(3), follow=True)
+        cache.write(lease, path(4, 5), follow=True)  # follows a page that follows
+        cache.release(lease)
+        assert cache.l2_counted == 5
+
+    cache = NodeCache(5, 6)
+    decoded(cache)
+    for page in (20, 21, 22):
+        fill(cache, [page])
+    assert set(held_in(cache, Tier.L2)) == {1, 2, 3, 4, 5, 22}
+    cache.set_counts(at(3, 4), at())  # the branch's next request has these in its path
+    cache.set_counts(at(), at(1, 2))  # and then it moves: what nobody spoke of goes with page 2
+    assert cache.l2_counted == 2
+    cache.set_counts(at(), at(3, 4))
+    assert cache.l2_counted == 0 and not cache._follows
+
+    cache = NodeCache(5, 6)
+    decoded(cache)
+    cache.set_all_counts(at(1, 2))
+    assert cache.l2_counted == 2
+    cache = NodeCache(5, 5)
+    decoded(cache)
+    held = receive(cache, [30, 31, 32, 33])  # pushes out the deeper pages, of which GPU memory has copies
+    cache.let_go(held)
+    assert not cache._follows and cache.counted(Tier.L1) == 2, "nothing is kept of what nobody spoke of"
+
+
 def test_a_tail_is_kept_for_its_decode_and_nobody_is_told() -> None:
     cache = NodeCache(4, 2)
     cache.keep_tail(path(7))
@@ -275,7 +308,7 @@ def test_accounts_always_balance_and_events_replay_to_the_truth(
                 leases.append((lease, pages))
         elif step == "write" and leases:
             lease, pages = leases[number % len(leases)]
-            cache.write(lease, path(*pages[lease.pages :][: 1 + number % 3]))
+            cache.write(lease, path(*pages[lease.pages :][: 1 + number % 3]), follow=number % 2 == 0)
         elif step == "load" and leases:
             lease, pages = leases[number % len(leases)]
             cache.load(lease, at(*pages[lease.pages :]))
@@ -314,6 +347,8 @@ def test_accounts_always_balance_and_events_replay_to_the_truth(
         assert cache.l1_used + cache.l1_room + cache.l1_free == l1_pages and cache.l1_free >= 0
         assert cache.l2_used <= l2_pages
         assert cache.l1_room == sum(lease.room for lease, _ in leases)
+        assert set(cache._follows) <= set(cache.pages(Tier.L2).tolist())
+        assert sum(map(len, cache._followers.values())) >= len(cache._follows)
         for lease, pages in leases:
             # What a request computes with is what it should be, whatever happened to host memory.
             assert memory.sound(lease.slots, at(*pages[: lease.pages])).all()

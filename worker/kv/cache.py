@@ -10,6 +10,8 @@ Rules that hold here
 - What does not agree with its checksum when it is restored is dropped and counts as not held.
 - Counts are the node's, not a tier's: the flag of a page survives the loss of one copy and goes with the last
   (line 20 of Algorithm E.2). One that comes before its page is kept for it, the oldest of too many dropped first.
+- Pages that a decode adds to a branch's path have the flag of the page that they follow, until the directory speaks of
+  them (the branch's next request names them) or that page's count goes to zero: they are what that request reuses.
 - A prompt's tokens beyond its last full page are a *tail*: kept in L2 under a key of their own for the decode that
   follows, with count zero, and nobody is told of it.
 - Changes are queued in the order in which they happened, removals before what took their place.
@@ -74,6 +76,9 @@ class NodeCache:
         self._l1 = PagePool(l1_pages, by_count=False)
         self._l2 = PagePool(l2_pages, by_count=by_count)
         self._room = 0
+        # Pages that have their flag from another one, and those of each such other one.
+        self._follows: dict[int, int] = {}
+        self._followers: dict[int, list[int]] = {}
         self._absent: dict[int, None] = {}  # pages with R > 0 that L2 does not hold, oldest first
         self._changes: list[KvChange] = []
         self.evicted: dict[tuple[Tier, bool], int] = {(t, c): 0 for t in Tier for c in (False, True)}
@@ -185,11 +190,11 @@ class NodeCache:
         self._touch_host(held)
         return Lease(slots, total_pages - held.size, restored)
 
-    def write(self, lease: Lease, path: Path) -> None:
+    def write(self, lease: Lease, path: Path, *, follow: bool = False) -> None:
         """The next pages of the lease's path have KV now, in its room.
 
-        A page that another request wrote meanwhile is shared and its room given back. Raises ValueError when
-        the lease has less room.
+        With `follow` they are a decode's: counted as the page before them is. A page that another request wrote
+        meanwhile is shared and its room given back. Raises ValueError when the lease has less room.
         """
         self._check_room(lease, len(path))
         self._room -= len(path)
@@ -202,6 +207,8 @@ class NodeCache:
                 self._memory.write(slots[new], written.pages)
             self._enter_l1(written, slots[new])
         self._l1.order.pin(slots)
+        if follow and lease.pages:
+            self._follow(int(self._l1.page_of[lease.slots[-1]]), path.pages)
         lease.fill(slots)
 
     def load(self, lease: Lease, path: PageArray) -> int:
@@ -366,8 +373,10 @@ class NodeCache:
         self.evicted[Tier.L2, True] += int(np.count_nonzero(left.counted))
         self.evicted[Tier.L2, False] += int(np.count_nonzero(~left.counted & ~left.silent))
         counted = left.pages[left.counted]
-        for page in counted[self._l1.find(counted) >= 0].tolist():
+        own = np.fromiter((page not in self._follows for page in counted.tolist()), np.bool_, counted.size)
+        for page in counted[own & (self._l1.find(counted) >= 0)].tolist():
             self._keep_absent(page)
+        self._let_followers_go(counted)
         self._changed(False, Tier.L2, left.pages[~left.silent])
         return slots
 
@@ -431,6 +440,9 @@ class NodeCache:
 
     def set_counts(self, positive: PageArray, zero: PageArray) -> None:
         """Pages (int64[n]) whose count became positive, and zero."""
+        self._let_followers_go(zero)
+        for page in positive.tolist() if self._follows else ():
+            self._follows.pop(page, None)
         slots = self._l2.find(positive)
         self._l2.order.set_counted(slots[slots >= 0], True)
         for page in positive[slots < 0].tolist():
@@ -445,9 +457,38 @@ class NodeCache:
         """Exactly these pages have a positive count."""
         slots = self._l2.find(positive)
         self._l2.set_all_counted(slots[slots >= 0])
+        self._follows.clear()
+        self._followers.clear()
         self._absent.clear()
         for page in positive[slots < 0].tolist():
             self._keep_absent(page)
+
+    def _follow(self, page: int, pages: PageArray) -> None:
+        """Count `pages` as `page` is, those of which the directory has not spoken."""
+        if not self._are_counted(np.array([page]))[0]:
+            return
+        page = self._follows.get(page, page)
+        slots = self._l2.find(pages)
+        new = (slots >= 0).nonzero()[0]
+        new = new[~self._l2.order.is_counted(slots[new])]
+        self._l2.order.set_counted(slots[new], True)
+        followers = pages[new].tolist()
+        self._followers.setdefault(page, []).extend(followers)
+        self._follows.update(dict.fromkeys(followers, page))
+
+    def _let_followers_go(self, pages: PageArray) -> None:
+        """The count of these pages is zero now, or they have left: what followed them is not counted any more."""
+        if not self._follows:
+            return
+        gone: list[int] = []
+        for page in pages.tolist():
+            self._follows.pop(page, None)
+            for follower in self._followers.pop(page, ()):
+                if self._follows.get(follower) == page:
+                    del self._follows[follower]
+                    gone.append(follower)
+        slots = self._l2.find(np.array(gone, dtype=np.int64))
+        self._l2.order.set_counted(slots[slots >= 0], False)
 
     def _are_counted(self, pages: PageArray) -> Flags:
         slots = self._l2.find(pages)

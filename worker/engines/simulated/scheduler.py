@@ -523,7 +523,8 @@ class Scheduler:
         assert request.lease is not None
         have, full = request.lease.pages, tokens // self._page
         if full > have:
-            self.cache.write(request.lease, request.path[have:full])
+            decoded = request.kind is Kind.GENERATE and have >= request.prompt // self._page
+            self.cache.write(request.lease, request.path[have:full], follow=decoded)
 
     def _end(self, request: Request) -> None:
         request.stage = Stage.ENDED
