@@ -312,7 +312,7 @@ def main() -> int:
     found = measure(args.pages, args.rounds)
 
     print(f"{format(args.pages, ',') + ' pages, best of ' + str(args.rounds) + ' rounds':36}", end="")
-    print(f"{'unit':>5} {'counts':>14} {'LRU':>14} {'heaps':>14} {'faster':>8}")
+    print(f"{'unit':>5} {'counts':>14} {'LRU':>14} {'heaps':>14} {'/ heaps':>8}")
     for row in rows(args.pages):
         counts, lru, heaps = (found[row.name][name] for name in ("counts", "LRU", "heaps"))
         faster = counts / heaps if row.unit == "1/s" else heaps / counts

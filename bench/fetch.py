@@ -201,7 +201,9 @@ async def transfers(pages: int, rounds: int) -> dict[str, float]:
         process.communicate()
     found = {name: pages * PAGE_BYTES / statistics.median(took) / 1e9 for name, took in seconds.items()}
     ratios = [bare_s / ours_s for bare_s, ours_s in zip(seconds["raw"], seconds["mooncake"], strict=True)]
-    print(f"mooncake / raw, each round: {' '.join(f'{ratio:.2f}' for ratio in sorted(ratios))}")
+    print(
+        f"our page service over Mooncake / bare Mooncake, each round: {' '.join(f'{r:.2f}' for r in sorted(ratios))}"
+    )
     for name in ("small mooncake", "small tcp"):
         found[name] = 1e3 * statistics.median(seconds[name])
     return found | {"of raw": statistics.median(ratios)}
@@ -316,24 +318,31 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         found |= exposed("mooncake", Path(folder))
     print(f"{args.pages} scattered pages of 64 KiB, medians of {args.rounds} rounds")
-    for name in ("raw", "mooncake", "tcp"):
-        print(f"  {name:16} {found[name]:7.2f} GB/s   {found[name] / found['raw']:6.2f} x raw")
-    for name in ("small mooncake", "small tcp"):
-        print(f"  {name:16} {found[name]:7.2f} ms for {SMALL} pages")
-    print(f"exposed part of fetches ({found['hidden fetch s']:.3f} cluster s each, {FETCHED_PAGES} pages)")
-    print(f"  behind a queue   {100 * found['hidden']:7.2f} %")
-    print(f"  on an idle node  {100 * found['idle']:7.2f} %")
+    for name, what in (
+        ("raw", "bare Mooncake"),
+        ("mooncake", "ours over Mooncake"),
+        ("tcp", "ours over TCP"),
+    ):
+        print(f"  {what:20} {found[name]:7.2f} GB/s")
+    for name, what in (("small mooncake", "ours over Mooncake"), ("small tcp", "ours over TCP")):
+        print(f"  {what:20} {found[name]:7.2f} ms for {SMALL} pages")
+    print(
+        f"the part of a prefill's fetch ({FETCHED_PAGES} pages, {found['hidden fetch s']:.2f} s) for which it is held up"
+    )
+    print(f"  behind a queue       {100 * found['hidden']:7.2f} %")
+    print(f"  on an idle node      {100 * found['idle']:7.2f} %   (nothing to hide behind)")
+    bounds = [
+        ("ours over Mooncake / bare, median of the rounds", found["of raw"], ">=", LEAST_OF_RAW),
+        ("held up behind a queue", found["hidden"], "<", MOST_EXPOSED),
+    ]
+    missed = False
+    for what, value, sign, limit in bounds:
+        met = value >= limit if sign == ">=" else value < limit
+        missed |= not met
+        print(f"{what:50} {value:6.3f} {sign:>2} {limit:g}  {'met' if met else 'MISSED'}")
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
-    missed = []
-    if found["of raw"] < LEAST_OF_RAW:
-        missed.append(f"{found['of raw']:.2f} of raw, not {LEAST_OF_RAW}")
-    if found["hidden"] >= MOST_EXPOSED:
-        missed.append(f"{100 * found['hidden']:.1f} % exposed, not under {100 * MOST_EXPOSED:g} %")
-    if args.check and missed:
-        print(f"missed: {'; '.join(missed)}", file=sys.stderr)
-        return 1
-    return 0
+    return int(args.check and missed)
 
 
 async def _needs_mooncake() -> None:

@@ -53,8 +53,9 @@ async def replay(args: argparse.Namespace, eviction: str, folder: Path) -> dict[
         await supervisor.start()
         await split_reached(supervisor.url, args.split)
         report = folder / f"{eviction}.json"
+        until = ["--duration", str(args.duration)] if args.duration else []
         await evolving(
-            "replay", str(args.trace), "--url", supervisor.url, "--agents", str(args.agents), "--speedup",
+            "replay", str(args.trace), *until, "--url", supervisor.url, "--agents", str(args.agents), "--speedup",
             str(args.speedup), "--max-pause", str(args.max_pause), "--report", str(report),
         )  # fmt: skip
         found = json.loads(report.read_text())
@@ -119,6 +120,9 @@ def main() -> int:
     parser.add_argument("--agents", type=int, default=12)
     parser.add_argument("--speedup", type=float, default=30.0)
     parser.add_argument("--max-pause", type=float, default=60.0)
+    parser.add_argument(
+        "--duration", type=float, help="seconds of the trace; sessions begin again until then"
+    )
     parser.add_argument("--split", default="3P1D", help="of four nodes")
     parser.add_argument("--l1-tokens", type=int, default=409_600)
     parser.add_argument("--l2-tokens", type=int, default=900_032)

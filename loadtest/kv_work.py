@@ -77,25 +77,19 @@ def _since(before: Counters, after: Counters) -> Counters:
 
 def shown(work: KvWork) -> Sequence[tuple[str, str]]:
     """Rows of the report's table."""
+    moved = f"{work.fetched_pages:,} between {work.workers} nodes ({work.fetched_bytes / 1e6:,.0f} MB of their arenas)"
     rows = [
-        (
-            "KV pages moved",
-            f"{work.fetched_pages:,} between {work.workers} nodes ({work.fetched_bytes / 1e6:,.0f} MB)",
-        ),
+        ("KV pages moved", moved),
         ("KV pages corrupt", str(work.corrupt_pages)),
         (
-            "KV pages evicted",
-            f"{work.evicted_counted_pages:,} in use, {work.evicted_uncounted_pages:,} not, from host memory",
+            "host memory evicted",
+            f"{work.evicted_counted_pages:,} pages of active branches, {work.evicted_uncounted_pages:,} of none",
         ),
     ]
     if work.fetch_s:
-        rows.append(
-            (
-                "fetch time exposed",
-                f"{100 * work.exposed_fetch_s / work.fetch_s:.1f} % of {work.fetch_s:.1f} s",
-            )
-        )
+        part = 100 * work.exposed_fetch_s / work.fetch_s
+        rows.append(("prefill held up", f"by fetches, for {part:.1f} % of their {work.fetch_s:.1f} s"))
     if work.recomputed_tokens:
-        why = ", ".join(f"{tokens:,} {reason}" for reason, tokens in work.recomputed_tokens.items())
+        why = ", ".join(f"{tokens:,} ({reason})" for reason, tokens in work.recomputed_tokens.items())
         rows.append(("tokens recomputed", why))
     return rows

@@ -43,11 +43,14 @@ def test_sums_over_workers_are_differences() -> None:
     assert (found.workers, found.fetched_pages, found.corrupt_pages) == (3, 20 + 2 + 4, 2)
     assert found.recomputed_tokens == {"evicted": 64}
     rows = dict(shown(found))
-    assert rows["fetch time exposed"] == "25.0 % of 2.0 s" and rows["tokens recomputed"] == "64 evicted"
+    assert (
+        rows["prefill held up"].endswith("25.0 % of their 2.0 s")
+        and rows["tokens recomputed"] == "64 (evicted)"
+    )
 
 
 def test_without_workers_there_is_none() -> None:
     assert kv_work({"a": counters(fetched_pages=1)}, {}) is None
     assert dict(shown(KvWork(1, 0, 0, 0, 0, 0, {}, 0.0, 0.0))).keys() == {
-        "KV pages moved", "KV pages corrupt", "KV pages evicted",
+        "KV pages moved", "KV pages corrupt", "host memory evicted",
     }  # fmt: skip

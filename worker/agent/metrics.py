@@ -71,17 +71,25 @@ class WorkerMetrics(Collector):
         capacity.add_metric(["l1"], cache.l1_pages)
         capacity.add_metric(["l2"], cache.l2_pages)
         yield capacity
-        pinned = GaugeMetricFamily("ei_worker_kv_pinned_pages", "KV pages in use", labels=["tier"])
+        pinned = GaugeMetricFamily(
+            "ei_worker_kv_pinned_pages", "KV pages pinned by requests, fetches and loans", labels=["tier"]
+        )
         pinned.add_metric(["l1"], cache.l1_pinned)
         pinned.add_metric(["l2"], cache.l2_pinned)
         yield pinned
         yield GaugeMetricFamily("ei_worker_kv_reserved_pages", "L1 pages promised to requests", cache.l1_room)
-        evicted = CounterMetricFamily("ei_worker_kv_evicted_pages", "Pages evicted", labels=["tier", "count"])
+        evicted = CounterMetricFamily(
+            "ei_worker_kv_evicted_pages",
+            "Pages evicted; l1 is GPU, l2 host memory; positive: an active branch referenced it",
+            labels=["tier", "count"],
+        )
         for (tier, counted), number in cache.evicted.items():
             evicted.add_metric([tier.name.lower(), _counted(counted)], number)
         yield evicted
         yield CounterMetricFamily(
-            "ei_worker_kv_unwritten_pages", "Pages not written through to a full L2", cache.unwritten_pages
+            "ei_worker_kv_unwritten_pages",
+            "Pages not written through to host memory, all of it being pinned",
+            cache.unwritten_pages,
         )
 
         yield CounterMetricFamily(
@@ -91,13 +99,13 @@ class WorkerMetrics(Collector):
     def _fetches(self) -> Iterator[Metric]:
         counts = self._fetcher.counts
         for name, text, number in (
-            ("fetches", "Transfers from peers", counts.fetches),
+            ("fetches", "Transfers from peers that were begun", counts.fetches),
             ("fetched_pages", "Pages that came from peers", counts.pages),
             ("fetched_bytes", "Bytes that came from peers", counts.bytes),
             ("fetch_wall_seconds", "Wall seconds of transfers, from the question to the last page", counts.seconds),
             ("fetch_shared_pages", "Pages wanted while on their way for another request", counts.shared_pages),
             ("fetch_corrupt_pages", "Pages that came with other bytes than the peer said", counts.corrupt_pages),
-            ("fetch_failures", "Transfers that a peer did not finish", counts.failures),
+            ("fetch_failures", "Of these, the ones that a peer did not finish", counts.failures),
             ("peer_failures", "Questions for pages and transfers that failed", self._peers.failures),
             ("fetch_seconds", "Cluster seconds that prefills waited for, or overlapped with, fetches", self._engine.fetch_s),
             ("exposed_fetch_seconds", "Cluster seconds of these that held a prefill up", self._engine.exposed_s),
@@ -141,7 +149,10 @@ class WorkerMetrics(Collector):
             self._engine.fetched_tokens,
         )
         lost = CounterMetricFamily(
-            "ei_worker_recomputed_tokens", "Tokens expected from a cache and computed", labels=["reason"]
+            "ei_worker_recomputed_tokens",
+            "Tokens whose KV was to come from a cache and was computed: peer_failed (no answer, or another page size or "
+            "transport), peer_missing (it no longer has it), corrupt, no_room (host memory is pinned), evicted (here)",
+            labels=["reason"],
         )
         for reason, number in self._scheduler.recomputed.items():
             lost.add_metric([reason], number)

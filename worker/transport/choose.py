@@ -37,7 +37,16 @@ async def make_transport(
     if name not in NAMES:
         raise ValueError(f"a transport is one of {', '.join(NAMES)}, not {name!r}")
     why = "asked for"
-    rdma = has_rdma()
+    rdma = rdma_devices()
+    wanted = [device for device in devices.split(",") if device]
+    if missing := [device for device in wanted if device not in rdma]:
+        raise TransportMissing(
+            f"there is no RDMA device {', '.join(missing)} here, only {', '.join(rdma) or 'none at all'}"
+        )
+    if protocol == "rdma" and not rdma:
+        raise TransportMissing("there are no RDMA devices here; without them Mooncake's protocol is tcp")
+    if name == "tcp" and (protocol == "rdma" or wanted):
+        raise TransportMissing("plain TCP does not use RDMA; the transport for that is mooncake")
     if protocol == "auto":
         protocol = "rdma" if rdma else "tcp"
     if name == "auto" and not rdma:
@@ -51,7 +60,8 @@ async def make_transport(
                 raise
             why = str(error)
         else:
-            log.info("transport", name=mooncake.name, protocol=protocol, why="it can be used here")
+            why = "there are RDMA devices" if name == "auto" else why
+            log.info("transport", name=mooncake.name, protocol=protocol, why=why)
             return mooncake
     tcp = TcpTransport(port=port, bind=interface)
     await tcp.start(arena, host)
@@ -59,9 +69,9 @@ async def make_transport(
     return tcp
 
 
-def has_rdma() -> bool:
-    """Whether this machine has RDMA devices."""
+def rdma_devices() -> list[str]:
+    """Names of this machine's RDMA devices."""
     try:
-        return any(RDMA_DEVICES.iterdir())
+        return sorted(entry.name for entry in RDMA_DEVICES.iterdir())
     except OSError:
-        return False
+        return []

@@ -40,7 +40,6 @@ MAX_ENTRIES = 256  # of one call of the engine, the mark's included
 MESSAGE_BYTES = BATCH.size + 1024 + 3 * 8 * MAX_ENTRIES
 MARK_BYTES = 32
 _ENVIRONMENT = {
-    "MC_LOG_LEVEL": "ERROR",
     "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
@@ -115,8 +114,18 @@ def _next(channel: socket.socket) -> bytes:
         return b""
 
 
+def _silence() -> None:
+    """Keep the engine's own log, which reports an error at every good start, off the standard error; Python's stays."""
+    os.environ["MC_LOG_LEVEL"] = "ERROR"
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+
+
 def _engine(settings: Settings, memory: list[tuple[int, int]]) -> Engine:
     """A started engine with the memory (address, bytes) registered. Raises ImportError, OSError."""
+    if "MC_LOG_LEVEL" not in os.environ:
+        _silence()
     os.environ.update(_ENVIRONMENT)
     os.environ.pop("MC_LOG_DIR", None)
     if settings["protocol"] == "tcp":

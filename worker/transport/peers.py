@@ -110,8 +110,9 @@ class PeerClient:
             while True:
                 asked = time.monotonic()
                 async with self._session.post(url + PIN_PATH, data=body, timeout=self._timeout) as answer:
-                    if answer.status != 429:
-                        answer.raise_for_status()
+                    if answer.status not in (200, 429):
+                        raise ValueError(f"HTTP {answer.status}: {_said(await answer.read())}")
+                    if answer.status == 200:
                         told = _answers.decode(await answer.read())
                         return _pinned(url, told, len(path), self._page_bytes, asked)
                 if asked - begun > BUSY_S:
@@ -148,6 +149,22 @@ class PeerClient:
         if len(self._unwell) > MAX_PEERS:
             self._unwell.popitem(last=False)
         log.warning("peer_failed", url=url, failures=health.failures, pause_s=pause_s, error=error)
+
+
+class _Detail(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    error: _Detail
+
+
+def _said(body: bytes) -> str:
+    """What an error answer says, in one line."""
+    try:
+        return msgspec.json.decode(body, type=_Refusal).error.message
+    except msgspec.DecodeError:
+        return " ".join(body[:200].decode(errors="replace").split())
 
 
 def _pinned(url: str, answer: PinAnswer, pages: int, page_bytes: int, asked: float) -> Pinned:

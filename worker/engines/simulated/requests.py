@@ -102,7 +102,7 @@ class Request:
         self.ready_t = 0.0  # when that should end
         self.pull_t = 0.0  # when it began
         self.late_t: float | None = None  # when it would have been launched but for its fetch
-        self.exposed_s = 0.0  # from then to its launch
+        self.exposed_s = 0.0  # from then to the end of the fetch
         self.local_pages = 0  # leading pages that the node held itself then
         self.host_pins: Slots | None = (
             None  # fetched pages, pinned in host memory until they are in GPU memory

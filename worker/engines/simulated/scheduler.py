@@ -361,7 +361,8 @@ class Scheduler:
                 begun += 1
                 begun_cached += request.computed
                 restored += request.restored
-                request.exposed_s = t - request.late_t if request.late_t is not None else 0.0
+                if request.late_t is not None:
+                    request.exposed_s = max(0.0, min(t, request.ready_t) - request.late_t)
                 self._events.append(Started(request, t))
         if not batch:
             return None
