@@ -3,7 +3,7 @@
 Rules that hold here
 - The HTTP server listens before `startup`, so `/healthz` answers at once; `/readyz` says 503 with the reason
   until `ready()` returns None.
-- SIGINT and SIGTERM end the main loop once; `shutdown` then has `SHUTDOWN_S` seconds. A second signal ends the
+- SIGINT and SIGTERM end the main loop once; `shutdown` then has `shutdown_s` seconds. A second signal ends the
   process at once.
 - Every task is owned: `spawn` keeps it, and one that fails stops the service with exit code 1 and its
   traceback, rather than leaving half a service running.
@@ -79,6 +79,7 @@ class Service:
         self._failure: BaseException | None = None
         self._stop = asyncio.Event()
         self._started = False
+        self.shutdown_s = SHUTDOWN_S
 
     # ------------------------------------------------------------------ what a service overrides
 
@@ -217,7 +218,7 @@ class Service:
             self._started = False
             await self._cancel({main})
             with contextlib.suppress(BusError, TimeoutError):
-                async with asyncio.timeout(SHUTDOWN_S):
+                async with asyncio.timeout(self.shutdown_s):
                     await self.shutdown()
                     await self.unregister()
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -285,8 +286,10 @@ async def test_pins_of_a_reader_that_died_end_with_their_time() -> None:
         (msgspec.msgpack.encode(PinCall(VERSION, 4096, b"short", 1.0)), 400),
         (msgspec.msgpack.encode(PinCall(VERSION + 1, 4096, b"", 1.0)), 409),
         (msgspec.msgpack.encode(PinCall(VERSION, 8192, b"", 1.0)), 409),
-        (msgspec.msgpack.encode(PinCall(VERSION, 4096, b"", 0.0)), 400),
-        (msgspec.msgpack.encode(PinCall(VERSION, 4096, b"", float("nan"))), 400),
+        (msgspec.msgpack.encode(PinCall(VERSION, 4096, b"", 1.0)), 400),
+        (msgspec.msgpack.encode(PinCall(VERSION, 4096, path(1, 1).keys.tobytes() * 2, 1.0)), 400),
+        (msgspec.msgpack.encode(PinCall(VERSION, 4096, path(1, 1).keys.tobytes(), 0.0)), 400),
+        (msgspec.msgpack.encode(PinCall(VERSION, 4096, path(1, 1).keys.tobytes(), float("nan"))), 400),
     ],
 )
 async def test_a_bad_question_gets_a_clear_answer(call: bytes, status: int) -> None:
@@ -309,6 +312,143 @@ async def test_a_release_of_another_life_changes_nothing() -> None:
         assert a.cache.l2_pinned == 0
 
 
+async def test_only_pages_that_were_on_loan_are_looked_at_again() -> None:
+    async with kv_nodes() as (a, b):
+        a.compute(path(0, 20))
+        slots, lent = a.cache.lend(path(0, 20))
+        a.cache.end_loan(lent)
+        a.memory.arena.pages[slots[[3, 15]], 9] ^= 1
+        pinned = await b.peers.pin(a.url, path(0, 10), 5.0)
+        assert pinned is not None
+        bad = path(3, 1).keys.tobytes() * 1000 + path(15, 1).keys.tobytes()
+        for loan, life in ((pinned.loan, "another"), (pinned.loan, a.name), (pinned.loan, a.name)):
+            body = msgspec.msgpack.encode(ReleaseCall(loan, life, bad))
+            async with b.http.post(a.url + RELEASE_PATH, data=body) as answer:
+                assert answer.status == 200
+        assert a.cache.take_corrupt() == [3]
+        assert 15 in a.cache.pages(Tier.L2), "nobody had that page"
+
+
+async def _server(*handlers: tuple[str, Any]) -> web.AppRunner:
+    app = web.Application()
+    for place, handler in handlers:
+        app.router.add_post(place, handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner
+
+
+async def test_answers_that_lead_astray_or_never_end_are_failures() -> None:
+    async with kv_nodes() as (a, b):
+        a.compute(path(0, 10))
+
+        async def astray(_: web.Request) -> web.Response:
+            return web.Response(status=307, headers={"Location": "http://a..b/"})
+
+        async def endless(request: web.Request) -> web.StreamResponse:
+            answer = web.StreamResponse()
+            await answer.prepare(request)
+            while True:
+                await answer.write(bytes(2**16))
+
+        for handler in (astray, endless):
+            runner = await _server((PIN_PATH, handler), (RELEASE_PATH, handler))
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            assert (await fetched(b, url, path(0, 10))).reason == "peer_failed"
+            pinned = await b.peers.pin(a.url, path(0, 10), 5.0)
+            assert pinned is not None
+            await b.peers.release(msgspec.structs.replace(pinned, url=url))
+            await b.peers.release(pinned)
+            await runner.cleanup()
+        assert b.peers.failures == 2
+
+
+def test_a_peer_may_fail_for_ever() -> None:
+    client = peers.PeerClient(None, 4096)  # type: ignore[arg-type]
+    for _ in range(3000):
+        client.failed("http://gone", ValueError("gone"))
+    assert client.failures == 3000
+
+
+async def test_what_anothers_peer_did_not_give_comes_from_the_own_one() -> None:
+    async with kv_nodes(3) as (dead, a, b):
+        a.compute(path(0, 300))
+
+        dead.service.loans.lend = None  # type: ignore[assignment, method-assign]
+        first = asyncio.create_task(fetched(b, dead.url, path(0, 300)))
+        await eventually(lambda: b.fetcher.pages_in_flight == 300, every_s=0.0)
+        assert (await fetched(b, a.url, path(0, 300))).pages == 300
+        await first
+
+
+async def test_what_is_there_already_stays_during_a_fetch() -> None:
+    async with kv_nodes(l1_pages=100, l2_pages=260) as (a, b):
+        a.compute(path(0, 100))
+        a.compute(path(100, 100))
+        b.compute(path(0, 100))
+        read = b.transport.read
+
+        async def pressed(
+            peer: Endpoint, remote: Offsets, local: Offsets, length: int, timeout_s: float
+        ) -> None:
+            await read(peer, remote, local, length, timeout_s)
+            # Others want all the room that there is, before and after the pages are told of.
+            b.cache.give_back(b.cache.reserve(260))
+
+        b.transport.read = pressed  # type: ignore[method-assign]
+        result = await b.fetcher.fetch(a.url, path(0, 200))
+        b.cache.give_back(b.cache.reserve(260))
+        assert result.pages == 200 and b.cache.in_host(path(0, 200).pages).all()
+        b.cache.let_go(result.held)
+
+
+async def test_nothing_is_written_into_slots_that_were_given_back() -> None:
+    """A fetch that ends early, while pieces of it are being read and checked."""
+    async with kv_nodes(page_bytes=2**16, l1_pages=600, l2_pages=1300) as (a, b):
+        a.compute(path(0, 550))
+        for delay_s in (0.0, 0.003, 0.006, 0.01, 0.02):
+            request = asyncio.create_task(b.fetcher.fetch(a.url, path(0, 550)))
+            await eventually(lambda: b.cache.l2_pinned > 0, every_s=0.0)
+            await asyncio.sleep(delay_s)
+            request.cancel()
+            await asyncio.wait([request])
+            await b.quiet()
+            assert b.cache.l2_pinned == 0
+            slots = b.cache.reserve(1300)
+            b.memory.arena.pages[slots] = 0xEE
+            b.memory.checksums[slots] = 7
+            await asyncio.sleep(0.05)
+            assert (b.memory.arena.pages[slots] == 0xEE).all() and (b.memory.checksums[slots] == 7).all()
+            b.cache.give_back(slots)
+
+
+@pytest.mark.parametrize("late", ["before", "after"])
+async def test_pages_that_come_after_their_time_are_not_taken(late: str) -> None:
+    async with kv_nodes() as (a, b):
+        a.compute(path(0, 50))
+        pin, read, limits = b.peers.pin, b.transport.read, []
+
+        async def short(url: str, wanted: Path, hold_s: float) -> peers.Pinned | None:
+            pinned = await pin(url, wanted, hold_s)
+            assert pinned is not None and hold_s < pinned.until - time.monotonic() + 1.0
+            return msgspec.structs.replace(
+                pinned, until=time.monotonic() + (0.05 if late == "after" else -1.0)
+            )
+
+        async def slow(
+            peer: Endpoint, remote: Offsets, local: Offsets, length: int, timeout_s: float
+        ) -> None:
+            limits.append(timeout_s)
+            await read(peer, remote, local, length, 5.0)
+            await asyncio.sleep(0.1)
+
+        b.peers.pin = short  # type: ignore[method-assign]
+        b.transport.read = slow  # type: ignore[method-assign]
+        assert (await fetched(b, a.url, path(0, 50))).reason == "peer_failed"
+        assert max(limits) <= 0.05 and b.cache.l2_used == 0
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -327,11 +467,7 @@ async def test_an_answer_that_cannot_be_meant_is_a_failure(change: dict[str, obj
         async def pin(_: web.Request) -> web.Response:
             return web.Response(body=msgspec.msgpack.encode(msgspec.structs.replace(real, **change)))
 
-        app = web.Application()
-        app.router.add_post(PIN_PATH, pin)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        runner = await _server((PIN_PATH, pin))
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         assert (await fetched(b, url, path(0, 10))).reason == "peer_failed" and b.peers.failures == 1
         await runner.cleanup()

@@ -11,6 +11,7 @@ from shared.messages import PageArray, Tier
 from worker.engines.simulated.kv_bytes import SimulatedMemory
 from worker.kv.arena import Arena
 from worker.kv.cache import Lease, NodeCache
+from worker.kv.memory import PageMemory
 from worker.kv.path import Path, Slots
 
 
@@ -86,6 +87,17 @@ def test_no_room_changes_nothing_and_room_comes_back() -> None:
     assert again is not None and again.cached_pages == 2 and again.restored_pages == 1
     with pytest.raises(ValueError, match="of 4 in all"):
         cache.lease(at(1), 5)
+
+
+def test_pages_that_a_lease_reuses_are_not_room_for_it() -> None:
+    cache = NodeCache(6, 12)
+    fill(cache, [1, 2, 3])
+    busy = cache.lease(at(7), 2)
+    assert busy is not None
+    # 1 page is free, and the 3 that may go are those that are reused: 5 in all would be one too many.
+    assert cache.lease(at(1, 2, 3), 5) is None
+    lease = cache.lease(at(1, 2, 3), 4)
+    assert lease is not None and lease.cached_pages == 3 and cache.l1_free == 0
 
 
 def test_l1_evicts_the_least_recent_and_l2_restores_it() -> None:
@@ -253,6 +265,45 @@ def test_a_page_whose_bytes_changed_is_dropped_when_it_is_restored(pinned: bool)
     for page in range(20, 40):
         fill(cache, [page])
     assert cache.l2_used == 8
+
+
+def test_checksums_alone_find_a_changed_byte() -> None:
+    memory = PageMemory(Arena(12, 64, huge_pages=False))
+    memory.arena.memory[:] = np.arange(memory.arena.nbytes, dtype=np.uint8)
+    cache = NodeCache(4, 8, memory=memory)
+    fill(cache, [1, 2, 3])
+    fill(cache, [5, 6, 7, 8])
+    slots, lent = cache.lend(path(1, 2, 3))
+    cache.end_loan(lent)
+    memory.arena.pages[slots[1], 5] ^= 1
+    lease = cache.lease(at(1, 2, 3), 3)
+    assert lease is not None and lease.cached_pages == 1 and cache.corrupt_pages == 1
+
+
+def test_a_tail_whose_bytes_changed_is_not_there() -> None:
+    cache, memory = with_bytes(4, 8)
+    cache.keep_tail(path(7))
+    slots, lent = cache.lend(path(7))
+    cache.end_loan(lent)
+    memory.arena.pages[slots[0], 3] ^= 1
+    assert not cache.has_tail(path(7)) and cache.corrupt_pages == 1 and changes(cache) == []
+
+
+def test_pages_of_gpu_memory_stay_while_they_are_on_loan_and_go_when_they_are_wrong() -> None:
+    cache, memory = with_bytes(3, 4)
+    taken = cache.reserve(4)
+    fill(cache, [1, 2])
+    slots, lent = cache.lend(path(1, 2))
+    assert slots.tolist() == lent.tolist() and (slots < 3).all() and cache.l1_pinned == 2
+    assert cache.lease(at(8, 9), 2) is None, "only one page is not on loan"
+    memory.arena.pages[slots[1], 3] ^= 1
+    cache.end_loan(lent)
+    changes(cache)
+    cache.recheck(at(1, 2))
+    assert changes(cache) == [(False, Tier.L1, [2])] and held_in(cache, Tier.L1) == [1]
+    cache.give_back(taken)
+    fill(cache, [20, 21, 22])
+    assert cache.l1_used == 3
 
 
 def test_a_peer_that_saw_wrong_bytes_has_them_looked_at_again() -> None:

@@ -459,6 +459,25 @@ def test_what_was_computed_after_a_prefill_was_loaded_is_shared_all_the_same() -
     check_empty(node)
 
 
+def test_a_prefill_that_was_loaded_ahead_runs_though_an_older_one_waits_for_its_room() -> None:
+    node = make(l1_pages=100)
+    node.submit(prefill("runs", 38 * PAGE, 0), 0.0)
+    older = prefill("older", 60 * PAGE, 1000, Source("http://peer", 60))
+    node.submit(older, 0.0)
+    younger = prefill("younger", 60 * PAGE, 5000)
+    node.submit(younger, 0.0)
+    wanted = wanted_of(node)
+    while younger.lease is None:
+        t = node.next_t()
+        assert t is not None
+        node.advance(t)
+    assert younger.stage is Stage.WAITING
+    bring(node, wanted, None, t)
+    node.submit(generate("later", 20, 9000, 3), t)
+    assert {"older", "younger", "later"} <= set(ends(drain(node)))
+    check_empty(node)
+
+
 def test_the_time_for_which_a_fetch_held_its_request_up() -> None:
     node = make()
     request = prefill("a", 330, 100, Source("http://peer", 20))

@@ -35,7 +35,7 @@ from shared.messages import (
     pack_pages,
 )
 from shared.pages import page_hashes
-from shared.streams import Event
+from shared.streams import BusError, Event
 from tests.conftest import eventually
 from tests.worker_nodes import check_empty, node, prefill
 from worker.agent.follow import Follower
@@ -274,6 +274,38 @@ async def test_a_worker_that_stops_hands_back_its_queue_and_ends_what_runs(
         w.stop()
         assert [e.event for e in await queued] == ["moved"]
         assert [e.event for e in await running] == ["started", "done"]
+
+
+async def test_a_worker_that_stops_takes_nothing_new_and_ends_well_without_redis(
+    redis_url: str, cluster_name: str, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with node(redis_url, cluster_name, speedup=0.02, grace_s=10.0) as w:
+        running = asyncio.ensure_future(generate(http, w.url, {}, 1))
+        await eventually(lambda: w.scheduler.requests == 1)
+
+        async def gone(_: str) -> None:
+            raise BusError("Redis is gone")
+
+        monkeypatch.setattr(w.bus, "unregister_node", gone)
+        w.stop()
+        await eventually(lambda: w.engine._stopping)
+        status, answer, _ = await generate(http, w.url, {})
+        assert (status, answer["error"]["code"]) == (503, "moved")
+        assert (await running)[0] == 200
+
+
+async def test_a_fetch_ends_with_its_call(
+    redis_url: str, cluster_name: str, http: aiohttp.ClientSession
+) -> None:
+    hanging = await asyncio.start_server(lambda _r, _w: asyncio.sleep(3600), "127.0.0.1", 0)
+    silent = f"http://127.0.0.1:{hanging.sockets[0].getsockname()[1]}"
+    async with node(redis_url, cluster_name, peer_timeout_s=60.0, fetch_timeout_s=60.0) as w:
+        body = msgspec.msgpack.encode(call("a", fetch=FetchPlan(silent, 0, 20)))
+        answer = await http.post(w.url + "/ei/v1/prefill", data=body)
+        await eventually(lambda: w.fetcher.pages_in_flight == 20)
+        answer.close()
+        await eventually(lambda: not w.fetcher.pages_in_flight)
+    hanging.close()
 
 
 async def test_a_closed_prefill_call_frees_its_place(

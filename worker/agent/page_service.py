@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 
 import msgspec
+import numpy as np
 from aiohttp import web
 
 from shared.openai import ApiError
@@ -24,6 +25,7 @@ from worker.kv.path import Path
 from worker.transport.base import Transport
 from worker.transport.peers import PIN_PATH, RELEASE_PATH, VERSION, PinAnswer, PinCall, ReleaseCall
 
+MOST_BAD = 16  # pages of a release that are looked at again
 _pins = msgspec.msgpack.Decoder(PinCall)
 _releases = msgspec.msgpack.Decoder(ReleaseCall)
 _encoder = msgspec.msgpack.Encoder()
@@ -68,6 +70,8 @@ class PageService:
                 f"version {call.version} and {call.page_bytes} bytes.",
                 code="page_service_mismatch",
             )
+        if not len(path) or np.unique(path.pages).size != len(path):
+            raise ApiError(400, "keys must name at least one page, and none twice.", param="keys")
         if not call.hold_s > 0:
             raise ApiError(400, f"hold_s must be above 0, not {call.hold_s}.", param="hold_s")
         now = time.monotonic()
@@ -98,7 +102,8 @@ class PageService:
             bad = Path.of_keys(call.bad)
         except (msgspec.DecodeError, ValueError) as error:
             raise ApiError(400, f"The body is no ReleaseCall: {error}") from None
-        known = call.incarnation == self._incarnation and self.loans.end(call.loan)
-        if len(bad):
-            self._cache.recheck(bad.pages)
-        return web.json_response({"released": known})
+        loan = self.loans.end(call.loan) if call.incarnation == self._incarnation else None
+        if loan is not None and len(bad):
+            # Only what it had on loan, and no more than it can have seen: a fetch ends with the first bad page.
+            self._cache.recheck(np.intersect1d(bad.pages, loan.pages)[:MOST_BAD])
+        return web.json_response({"released": loan is not None})

@@ -38,8 +38,8 @@ from shared.messages import (
     Tier,
     pack_pages,
 )
-from shared.service import Service
-from shared.streams import Event
+from shared.service import SHUTDOWN_S, Service
+from shared.streams import BusError, Event
 from worker.agent.follow import Follower
 from worker.agent.metrics import WorkerMetrics
 from worker.agent.page_service import PageService
@@ -60,6 +60,7 @@ STATE_S = 0.02
 DECODE_STATE_S = 0.1
 IDLE_STATE_S = 1.0
 RECORDS_S = 0.5
+LEAVE_S = 1.0  # for Redis to take the node out of the registry when it stops
 LOANS_S = 0.5  # between two looks for loans whose time is over
 EVENT_PAGES = 8192  # pages in one KV event, at most
 _PLANS = 256  # newest messages on `roles` among which the last plan is looked for
@@ -70,6 +71,7 @@ class WorkerService(Service):
 
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__(settings)
+        self.shutdown_s = settings.grace_s + SHUTDOWN_S
         self.worker_settings = settings
         self.hardware = settings.hardware()
         self.node = settings.node
@@ -162,7 +164,12 @@ class WorkerService(Service):
 
     async def shutdown(self) -> None:
         self._stopping = True
-        await self.bus.unregister_node(self.node)
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self.bus.unregister_node(self.node)
+        except (BusError, TimeoutError) as error:
+            # Its lease ends by itself; running requests end well all the same.
+            self.log.warning("not_unregistered", error=error)
         await self.engine.stop(self.worker_settings.grace_s)
         self.fetcher.close()
         await self.transport.close()

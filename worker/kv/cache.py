@@ -354,19 +354,25 @@ class NodeCache:
 
     def recheck(self, pages: PageArray) -> None:
         """A peer says that the bytes of these pages were wrong when they came: drop those of which it is true."""
-        slots = self._l2.find(pages)
-        slots, pages = slots[slots >= 0], pages[slots >= 0]
-        if self._memory is not None:
-            self._drop_corrupt(pages[~self._memory.sound(self._in_arena(slots), pages)])
+        if self._memory is None:
+            return
+        for tier, pool in ((Tier.L1, self._l1), (Tier.L2, self._l2)):
+            slots = pool.find(pages)
+            held, slots = pages[slots >= 0], slots[slots >= 0]
+            arena = slots if tier is Tier.L1 else self._in_arena(slots)
+            self._drop_corrupt(held[~self._memory.sound(arena, held)], tier)
 
-    def _drop_corrupt(self, pages: PageArray) -> None:
-        slots = self._l2.find(pages)
+    def _drop_corrupt(self, pages: PageArray, tier: Tier = Tier.L2) -> None:
+        pool = self._l1 if tier is Tier.L1 else self._l2
+        slots = pool.find(pages)
         slots = slots[slots >= 0]
         self.corrupt_pages += slots.size
-        self._corrupt += self._l2.page_of[slots].tolist()
-        told = self._l2.page_of[slots[~self._l2.is_silent(slots)]]
-        self._l2.drop(slots)
-        self._changed(False, Tier.L2, told)
+        self._corrupt += pool.page_of[slots].tolist()
+        told = pool.page_of[slots[~pool.is_silent(slots)]]
+        pool.drop(slots)
+        if tier is Tier.L2:
+            self._let_followers_go(told)
+        self._changed(False, tier, told)
 
     def _take_l2(self, pages: int) -> Slots:
         slots, left = self._l2.take(pages)

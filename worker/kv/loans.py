@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 
+from shared.messages import PageArray
 from worker.kv.cache import NodeCache
 from worker.kv.path import Path, Slots
 
@@ -29,9 +30,12 @@ class Loan:
     They are fewer than asked for, `cut`, when no more may be on loan now.
     """
 
-    __slots__ = ("cut", "lent", "number", "slots", "until")
+    __slots__ = ("cut", "lent", "number", "pages", "slots", "until")
 
-    def __init__(self, number: int, slots: Slots, lent: Slots, until: float, *, cut: bool) -> None:
+    def __init__(
+        self, number: int, pages: PageArray, slots: Slots, lent: Slots, until: float, *, cut: bool
+    ) -> None:
+        self.pages = pages  # those that are lent
         self.number = number
         self.cut = cut
         self.slots = slots
@@ -61,19 +65,19 @@ class Loans:
             raise TooManyLoans(f"{self.pages} pages are on loan, as many as may be")
         slots, lent = self._cache.lend(path[:left])
         until = now + min(hold_s, MOST_HOLD_S)
-        loan = Loan(next(self._numbers), slots, lent, until, cut=left < len(path))
+        pages = path.pages[: lent.size]
+        loan = Loan(next(self._numbers), pages, slots, lent, until, cut=left < len(path))
         self._loans[loan.number] = loan
         self.pages += lent.size
         return loan
 
-    def end(self, number: int) -> bool:
-        """Whether there was such a loan still."""
+    def end(self, number: int) -> Loan | None:
+        """The loan, if there was such a one still."""
         loan = self._loans.pop(number, None)
-        if loan is None:
-            return False
-        self.pages -= loan.lent.size
-        self._cache.end_loan(loan.lent)
-        return True
+        if loan is not None:
+            self.pages -= loan.lent.size
+            self._cache.end_loan(loan.lent)
+        return loan
 
     def expire(self, now: float) -> None:
         """End the loans whose time is over."""

@@ -32,6 +32,7 @@ from worker.transport.peers import PeerClient, Pinned
 # Read and checked together, while the next pieces are read: some batches of a transport, and bytes enough that what is
 # done once a piece does not count.
 PIECE_PAGES, PIECE_BYTES = 255, 2**22
+MOST_PIECE_BYTES = 2**25
 READ_AHEAD = 2  # pieces
 WINDOW_PAGES = 2048  # asked for, and pinned at the peer, at a time
 log = get_logger("worker")
@@ -111,34 +112,42 @@ class Fetcher:
         began = cache.hold(path.pages)
         joined: list[_Transfer] = []
         try:
-            wanted: list[int] = []
-            for at, (page, there) in enumerate(
-                zip(path.pages.tolist(), cache.in_host(path.pages).tolist(), strict=True)
-            ):
-                transfer = self._in_flight.get(page)
-                if there:
-                    continue
-                if transfer is None:
-                    wanted.append(at)
-                elif transfer in joined:
-                    self.counts.shared_pages += 1
-                else:
-                    self.counts.shared_pages += 1
-                    self._join(transfer, joined)
-            if wanted:
-                tail = tail and wanted[-1] == len(path) - 1
-                self._join(self._begin(url, path.take(np.array(wanted)), tail=tail), joined)
-            for transfer in joined:
-                await transfer.done.wait()
-            there = cache.in_host(path.pages)
-            missing = (~there).nonzero()[0]
-            pages = int(missing[0]) if missing.size else len(path)
-            reason = next((transfer.reason for transfer in joined if transfer.reason), "peer_missing")
-            return Arrived(pages, cache.hold(path.pages[:pages]), reason if pages < len(path) else "")
+            while True:
+                transfers = self._share(url, path, tail, joined)
+                for transfer in transfers:
+                    await transfer.done.wait()
+                missing = (~cache.in_host(path.pages)).nonzero()[0]
+                pages = int(missing[0]) if missing.size else len(path)
+                reason = next((transfer.reason for transfer in transfers if transfer.reason), "peer_missing")
+                # What another request's peer did not give, this one's may have.
+                if pages == len(path) or all(transfer.url == url for transfer in transfers):
+                    return Arrived(pages, cache.hold(path.pages[:pages]), reason if pages < len(path) else "")
         finally:
             cache.let_go(began)
             for transfer in joined:
                 self._leave(transfer)
+
+    def _share(self, url: str, path: Path, tail: bool, joined: list[_Transfer]) -> list[_Transfer]:
+        """Join the transfers of missing pages that are under way, and begin one from `url` for the others."""
+        wanted: list[int] = []
+        transfers: list[_Transfer] = []
+        there = self._cache.in_host(path.pages).tolist()
+        for at, page in enumerate(path.pages.tolist()):
+            transfer = self._in_flight.get(page)
+            if there[at]:
+                continue
+            if transfer is None:
+                wanted.append(at)
+                continue
+            self.counts.shared_pages += 1
+            if transfer not in transfers:
+                transfers.append(transfer)
+        if wanted:
+            tail = tail and wanted[-1] == len(path) - 1
+            transfers.append(self._begin(url, path.take(np.array(wanted)), tail=tail))
+        for transfer in transfers:
+            self._join(transfer, joined)
+        return transfers
 
     def _join(self, transfer: _Transfer, joined: list[_Transfer]) -> None:
         transfer.users += 1
@@ -241,6 +250,7 @@ class Fetcher:
         """Read pages that are pinned at the peer; the first that is not what it should be, if one came."""
         size = self.page_bytes
         step = PIECE_PAGES * max(1, PIECE_BYTES // (PIECE_PAGES * size))
+        step = max(1, min(step, MOST_PIECE_BYTES // size))
         slots = self._cache.reserve(len(path))
         if slots.size < len(path):
             transfer.reason = "no_room"

@@ -33,6 +33,8 @@ BUSY_S, BUSY_PAUSE_S = 3.0, 0.05
 FIRST_PAUSE_S = 0.5
 LAST_PAUSE_S = 10.0
 MAX_PEERS = 4096
+MOST_HEAD = 4096  # bytes of an answer besides 16 for each page
+MOST_REFUSAL = 65_536
 log = get_logger("worker")
 
 
@@ -109,11 +111,13 @@ class PeerClient:
         try:
             while True:
                 asked = time.monotonic()
-                async with self._session.post(url + PIN_PATH, data=body, timeout=self._timeout) as answer:
+                async with self._session.post(
+                    url + PIN_PATH, data=body, timeout=self._timeout, allow_redirects=False
+                ) as answer:
                     if answer.status not in (200, 429):
-                        raise ValueError(f"HTTP {answer.status}: {_said(await answer.read())}")
+                        raise ValueError(f"HTTP {answer.status}: {_said(await _read(answer, MOST_REFUSAL))}")
                     if answer.status == 200:
-                        told = _answers.decode(await answer.read())
+                        told = _answers.decode(await _read(answer, MOST_HEAD + 16 * len(path)))
                         return _pinned(url, told, len(path), self._page_bytes, asked)
                 if asked - begun > BUSY_S:
                     return None
@@ -128,10 +132,13 @@ class PeerClient:
         call = ReleaseCall(pinned.loan, pinned.incarnation, bad.keys.tobytes() if bad is not None else b"")
         try:
             async with self._session.post(
-                pinned.url + RELEASE_PATH, data=_encoder.encode(call), timeout=self._timeout
+                pinned.url + RELEASE_PATH,
+                data=_encoder.encode(call),
+                timeout=self._timeout,
+                allow_redirects=False,
             ) as answer:
-                await answer.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                await _read(answer, MOST_REFUSAL)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             log.info("release_failed", url=pinned.url, error=error)
 
     def well(self, url: str) -> None:
@@ -143,12 +150,22 @@ class PeerClient:
         self.failures += 1
         health = self._unwell.pop(url, None) or _Health(0, 0.0)
         health.failures += 1
-        pause_s = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** (health.failures - 1))
+        pause_s = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(health.failures - 1, 16))
         health.until = time.monotonic() + pause_s
         self._unwell[url] = health
         if len(self._unwell) > MAX_PEERS:
             self._unwell.popitem(last=False)
         log.warning("peer_failed", url=url, failures=health.failures, pause_s=pause_s, error=error)
+
+
+async def _read(answer: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body. Raises ValueError when it has more than `most` bytes."""
+    body = bytearray()
+    async for part in answer.content.iter_any():
+        body += part
+        if len(body) > most:
+            raise ValueError(f"it answered with more than {most} bytes")
+    return bytes(body)
 
 
 class _Detail(msgspec.Struct):

@@ -274,4 +274,4 @@ def _prefill_event(event: str, t: float, work: Request) -> PrefillEvent:
 
 def _number(text: str | None, default: int) -> int:
     """A header's number; `default` when there is none or it is no number of at least 0."""
-    return int(text) if text is not None and text.isascii() and text.isdigit() else default
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 16 else default

@@ -113,7 +113,7 @@ class Engine:
     def submit(self, request: Request) -> Call:
         """Put a request on the node. Raises NeverFits."""
         call = Call(request)
-        if self._stopping and request.routed:
+        if self._stopping:
             call.moved = True
             call.tell()
             return call

@@ -345,8 +345,9 @@ class Scheduler:
                     request.late_t = t
                 continue
             if request.stage is Stage.WAITING:
-                # One that waits for room holds back all that came later, of either kind.
-                if blocked_by is not None and blocked_by < request.seq:
+                # One that waits for room holds back all that came later, of either kind, but not those that have
+                # theirs: it may be waiting for them.
+                if request.lease is None and blocked_by is not None and blocked_by < request.seq:
                     continue
                 if not self._take_room(request):
                     blocked_by = request.seq
