@@ -123,9 +123,9 @@ def main() -> int:
     parser.add_argument(
         "--duration", type=float, help="seconds of the trace; sessions begin again until then"
     )
-    parser.add_argument("--split", default="3P1D", help="of four nodes")
+    parser.add_argument("--split", default="2P2D", help="of four nodes")
     parser.add_argument("--l1-tokens", type=int, default=409_600)
-    parser.add_argument("--l2-tokens", type=int, default=900_032)
+    parser.add_argument("--l2-tokens", type=int, default=600_064)
     parser.add_argument("--transport", default="mooncake")
     parser.add_argument("--only", choices=("lru", "count"), help="one run, to find a size of memory")
     parser.add_argument("--json", type=Path)
