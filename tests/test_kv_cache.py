@@ -131,6 +131,16 @@ def test_l2_evicts_zero_counts_first() -> None:
     assert plain.evicted[Tier.L2, True] == 1
 
 
+def test_what_host_memory_lost_is_written_again_when_it_was_used() -> None:
+    cache = NodeCache(8, 4)
+    fill(cache, [1, 2])
+    fill(cache, [3, 4, 5, 6])  # pushes 1 and 2 out of L2, not out of L1
+    assert held_in(cache, Tier.L2) == [3, 4, 5, 6] and cache.held(at(1, 2)) == 2
+    cache.set_counts(at(1, 2), at())
+    fill(cache, [1, 2])
+    assert held_in(cache, Tier.L2) == [1, 2, 3, 4] and cache.l2_counted == 2
+
+
 def test_a_count_survives_one_copy_and_goes_with_the_last() -> None:
     cache = NodeCache(1, 1)
     cache.set_counts(at(1), at())

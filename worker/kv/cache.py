@@ -4,7 +4,8 @@ Rules that hold here
 - No clock and no I/O. Capacities are in pages. Bytes are moved by a `KvMemory`; without one this is accounting only.
 - A request's KV lives in L1. Its `Lease` covers every page that it may need: held pages are pinned, the rest is
   room that `write` and `load` fill. pinned + free-to-evict + room + free = capacity at all times.
-- Every page that enters L1 is written through to L2, unless everything there is pinned. L1 evicts by LRU, L2 by
+- Every page that enters L1 is written through to L2, unless everything there is pinned; so is a page of a lease that
+  ends, if L2 has lost it: it was used after what lies there. L1 evicts by LRU, L2 by
   (1[R > 0], T): see `eviction.py`. A page in L2 only is held all the same; leasing it restores it to L1.
 - Pages from a peer enter L2: slots are reserved, written by the transport, and hold a page once it was checked.
 - What does not agree with its checksum when it is restored is dropped and counts as not held.
@@ -245,8 +246,12 @@ class NodeCache:
     def release(self, lease: Lease) -> None:
         """Give up pins and room; pages stay held until evicted. A second release does nothing."""
         slots = lease.slots
+        pages = self._l1.page_of[slots]
+        host = self._l2.find(pages)
+        self._l2.order.touch(host[host >= 0])
+        lost = slots[host < 0]
+        self._write_through(Path(pages[host < 0], self._l1.keys[lost]), lost)
         self._l1.order.unpin(slots)
-        self._touch_host(self._l1.page_of[slots])
         self._room -= lease.room
         lease.pages = lease.room = 0
 
@@ -272,7 +277,7 @@ class NodeCache:
     def _enter_l1(self, path: Path, slots: Slots) -> None:
         self._l1.put(path, slots, np.zeros(slots.size, dtype=np.bool_))
         self._changed(True, Tier.L1, path.pages)
-        self._write_through(path, slots)
+        self.unwritten_pages += self._write_through(path, slots)
 
     def _restore(self, pages: PageArray) -> Slots | None:
         """L1 slots, pinned, with copies of L2 pages; there must be room. None when a page was not sound and had to
@@ -386,17 +391,18 @@ class NodeCache:
         self._changed(False, Tier.L2, left.pages[~left.silent])
         return slots
 
-    def _write_through(self, path: Path, source: Slots) -> None:
-        """Copies of L1 pages in L2."""
+    def _write_through(self, path: Path, source: Slots) -> int:
+        """Copies of L1 pages in L2; how many found no room there."""
         new = (self._l2.find(path.pages) < 0).nonzero()[0]
         if not new.size:
-            return
+            return 0
         slots = self._take_l2(new.size)
-        self.unwritten_pages += new.size - slots.size
+        unwritten = new.size - slots.size
         new = new[: slots.size]
         if self._memory is not None:
             self._memory.copy(source[new], self._in_arena(slots))
         self._enter_l2(path.take(new), slots)
+        return unwritten
 
     def _enter_l2(self, path: Path, slots: Slots) -> None:
         if not slots.size:
