@@ -397,7 +397,11 @@ class FetchPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefillCall(msgspec.Struct, frozen=True, array_like=True):
-    """Body (msgpack) of `POST /ei/v1/prefill`. `tokens`: little-endian int32 token ids of the whole prompt."""
+    """Body (msgpack) of `POST /ei/v1/prefill`. `tokens`: little-endian int32 token ids of the whole prompt.
+
+    With `keep` the node holds on to the prompt's pages after `done`, until the caller closes the connection: the
+    decode node has pulled them then.
+    """
 
     rid: str
     branch: str
@@ -405,6 +409,7 @@ class PrefillCall(msgspec.Struct, frozen=True, array_like=True):
     salt: str = ""
     fetch: FetchPlan | None = None
     epoch: int = 0
+    keep: bool = False
 
 
 class PrefillEvent(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -294,6 +294,33 @@ async def test_a_worker_that_stops_takes_nothing_new_and_ends_well_without_redis
         assert (await running)[0] == 200
 
 
+async def test_a_prefill_nodes_pages_stay_until_its_decode_has_them(
+    redis_url: str, cluster_name: str, http: aiohttp.ClientSession
+) -> None:
+    async with node(redis_url, cluster_name, l1_tokens=480, l2_tokens=960) as w:
+        body = msgspec.msgpack.encode(call("a", keep=True))
+        answer = await http.post(w.url + "/ei/v1/prefill", data=body)
+        while b"done" not in await answer.content.readline():
+            pass
+        assert w.cache.l2_pinned == 21  # 20 pages and the tail
+        for number in range(1, 5):
+            await prefill(http, w.url, call(f"r{number}", PROMPT + 400 * number))
+        assert w.cache.held(np.array(PATH)) == 20
+        # More than half of host memory is not kept.
+        second = await http.post(
+            w.url + "/ei/v1/prefill", data=msgspec.msgpack.encode(call("b", PROMPT + 9, keep=True))
+        )
+        while b"done" not in await second.content.readline():
+            pass
+        assert w.cache.l2_pinned == 21
+        second.close()
+        answer.close()
+        await eventually(lambda: not w.cache.l2_pinned)
+        for number in range(5, 9):
+            await prefill(http, w.url, call(f"r{number}", PROMPT + 400 * number))
+        assert w.cache.held(np.array(PATH)) == 0
+
+
 async def test_a_fetch_ends_with_its_call(
     redis_url: str, cluster_name: str, http: aiohttp.ClientSession
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import aiohttp
 import msgspec
 
 from services.router.upstream import Usage
@@ -26,6 +27,13 @@ class Flight(msgspec.Struct):
     usage: Usage = Usage()
     outcome: Outcome = Outcome.FAILED
     error: str = ""
+    prefilled: aiohttp.ClientResponse | None = None  # open as long as the prefill node is to keep the pages
+
+    def let_pages_go(self) -> None:
+        """The decode node has what it needs of the prefill node, or nobody will ask for it."""
+        if self.prefilled is not None:
+            self.prefilled.close()
+            self.prefilled = None
 
     def record(self, t_end: float) -> RequestDone:
         return RequestDone(

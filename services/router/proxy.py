@@ -146,6 +146,7 @@ class Proxy:
             self._finish(flight, identity)
 
     def _finish(self, flight: Flight, identity: Identity) -> None:
+        flight.let_pages_go()
         for name in (flight.prefill_node, flight.decode_node):
             node = self._cluster.nodes.get(name)
             if node is not None:
@@ -242,7 +243,7 @@ class Proxy:
             )
             plan = self._cluster.plan
             prefill = PrefillCall(
-                flight.rid, flight.branch, data, fetch=fetch, epoch=plan.epoch if plan else 0
+                flight.rid, flight.branch, data, fetch=fetch, epoch=plan.epoch if plan else 0, keep=True
             )
             try:
                 async with asyncio.timeout(self._settings.prefill_timeout_s):
@@ -324,12 +325,13 @@ class Proxy:
 
     async def _prefill(self, url: str, model: str, prefill: PrefillCall, flight: Flight, needed: int) -> None:
         """Raises Moved, or a network error, when the node does not finish it."""
-        async with self._s.http.post(
+        answer = await self._s.http.post(
             url + "/ei/v1/prefill",
             data=_body_encoder.encode(prefill),
             headers={"Content-Type": "application/msgpack"},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=3.0, sock_read=None),
-        ) as answer:
+        )
+        try:
             if answer.status != 200:
                 error = relayed(answer.status, await answer.read())
                 if answer.status < 500 and answer.status != 429:
@@ -346,11 +348,15 @@ class Proxy:
                     flight.cached_tokens = event.cached_tokens
                     flight.fetched_tokens = event.fetched_tokens
                     flight.restored_tokens = event.restored_tokens
+                    flight.prefilled = answer
                     return
                 elif event.event == "moved":
                     raise Moved("the node changes its phase")
                 elif event.event == "failed":
                     raise Moved(event.error)
+        finally:
+            if flight.prefilled is not answer:
+                answer.close()
         raise Moved("the node closed the connection before the prefill was done")
 
     async def _decode(
@@ -407,6 +413,7 @@ class Proxy:
             self._cluster.suspect(flight.decode_node)
             raise Moved(f"{type(error).__name__}: {error}") from None
         flight.t_first_token = self._clock.now()
+        flight.let_pages_go()
         await out.prepare(request)
         chunk = first
         while chunk:

@@ -137,8 +137,8 @@ class NodeCache:
 
     @property
     def l2_counted(self) -> int:
-        """L2 pages with R > 0."""
-        return self._l2.order.counted_slots
+        """L2 pages with R > 0, as the directory says."""
+        return self._l2.order.counted_slots - len(self._follows)
 
     def counted(self, tier: Tier) -> int:
         """Pages of the tier with R > 0."""

@@ -188,7 +188,10 @@ class Api:
         path, tail = Path.of_digests(hasher.digests), _tail(hasher)
         fetch = wanted.fetch
         source = Source(fetch.url.rstrip("/"), fetch.last) if fetch is not None else None
-        work = Request(wanted.rid, Work.PREFILL, tokens.size, path, tail=tail, routed=True, source=source)
+        work = Request(
+            wanted.rid, Work.PREFILL, tokens.size, path,
+            tail=tail, routed=True, source=source, keep=wanted.keep,
+        )  # fmt: skip
         call = self._submit(work, "prompt")
         answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         try:
@@ -205,10 +208,13 @@ class Api:
                 await answer.write(_line(PrefillEvent("failed", error="the request was aborted")))
             else:
                 await answer.write(_line(_prefill_event("done", call.ended_t or 0.0, work)))
+                if wanted.keep:
+                    await self.engine.keep()
             await answer.write_eof()
             return answer
         finally:
             self.engine.abort(call)
+            self.engine.let_go(call)
 
     # ------------------------------------------------------------------------------ helpers
 

@@ -37,6 +37,7 @@ from worker.transport.fetch import Fetcher
 
 TICK_S = 0.002  # shortest wait between two looks at the clock, wall
 STREAM_S = 0.02  # wall
+KEEP_S = 60.0  # wall, for a decode to pull the pages of its prefill
 MAX_RECORDS = 4096  # iteration records kept until they are taken
 
 log = get_logger("worker")
@@ -100,6 +101,7 @@ class Engine:
         self._wake = asyncio.Event()
         self._records: list[Iteration] = []
         self._stopping = False
+        self._stopped = asyncio.Event()
         self.changed = asyncio.Event()  # set when a router should hear of the node before long
         self.iterations = dict.fromkeys((Phase.PREFILL, Phase.DECODE), 0)
         self.iteration_s = dict.fromkeys((Phase.PREFILL, Phase.DECODE), 0.0)
@@ -139,6 +141,17 @@ class Engine:
         self._dispatch()
         self._changed()
 
+    async def keep(self) -> None:
+        """As long as pages may be kept for a decode: KEEP_S, or until the node stops."""
+        try:
+            async with asyncio.timeout(KEEP_S):
+                await self._stopped.wait()
+        except TimeoutError:
+            pass
+
+    def let_go(self, call: Call) -> None:
+        self._scheduler.let_go(call.request)
+
     def abort_rid(self, rid: str) -> int:
         """Abort every call of that request id; how many there were."""
         calls = [call for request, call in self._calls.items() if request.rid == rid]
@@ -154,6 +167,7 @@ class Engine:
     async def stop(self, grace_s: float) -> None:
         """Hand back what has not begun, let the rest run for `grace_s` (wall), abort what is left then."""
         self._stopping = True
+        self._stopped.set()
         self._scheduler.hand_back(self._clock.now())
         self._dispatch()
         self._changed()

@@ -50,6 +50,8 @@ class Request:
         "fetched",
         "host_pins",
         "iterations",
+        "keep",
+        "kept",
         "kind",
         "late_t",
         "lease",
@@ -86,6 +88,7 @@ class Request:
         room_tokens: int = 0,
         routed: bool = False,
         source: Source | None = None,
+        keep: bool = False,
     ) -> None:
         self.rid = rid
         self.kind = kind
@@ -96,6 +99,8 @@ class Request:
         self.room_tokens = max(output, room_tokens)
         self.routed = routed
         self.source = source
+        self.keep = keep  # pin the pages of a PREFILL that has ended, until `Scheduler.let_go`
+        self.kept: Slots | None = None
         self.seq = 0  # arrival order
         self.stage = Stage.WAITING
         self.ready = True  # False while its pages are fetched

@@ -145,6 +145,13 @@ class Scheduler:
         self._end(request)
         self._interrupt(now)
 
+    def let_go(self, request: Request) -> None:
+        """The pages of a PREFILL with `keep` are where they are needed, or nobody needs them any more."""
+        request.keep = False
+        if request.kept is not None:
+            self.cache.let_go(request.kept)
+            request.kept = None
+
     def set_role(self, epoch: int, phase: Phase, now: float) -> None:
         """A role plan names this node's phase (see `phase.py`)."""
         self.advance(now)
@@ -492,6 +499,8 @@ class Scheduler:
         if request.kind is Kind.PREFILL:
             if len(request.tail):
                 self.cache.keep_tail(request.tail)
+            if request.keep:
+                self._keep(request)
             self._end(request)
             self._events.append(Prefilled(request, t))
             return
@@ -534,6 +543,11 @@ class Scheduler:
         if request.lease is not None:
             self.cache.release(request.lease)
         self._unpin(request)
+
+    def _keep(self, request: Request) -> None:
+        # Never so many that nothing could come in any more.
+        if 2 * (self.cache.l2_pinned + len(request.path)) <= self.cache.l2_pages:
+            request.kept = self.cache.hold(request.path.plus(request.tail).pages)
 
     def _unpin(self, request: Request) -> None:
         if request.host_pins is not None:
