@@ -33,6 +33,7 @@ from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from bounds import Bound
 
 from worker.kv.cache import NodeCache
 from worker.kv.eviction import EvictionOrder
@@ -44,17 +45,6 @@ STEADY, BULK_FLAGS = "evict 64, add 64", f"set and clear {FLAGS:,} flags"
 POOL_EVICTIONS, POOL_FLAGS = "evictions a second", "seconds of count updates"
 LEAST_EVICTIONS_S, MOST_FLAGS_S = 500_000.0, 0.2
 TURNS = 100  # of a steady state, in one round: so few that some rounds are left alone by others
-
-
-class Bound(NamedTuple):
-    name: str
-    value: float
-    limit: float
-    at_most: bool
-
-    @property
-    def met(self) -> bool:
-        return self.value <= self.limit if self.at_most else self.value >= self.limit
 
 
 class Order(Protocol):

@@ -35,6 +35,7 @@ import aiohttp
 import msgspec
 import numpy as np
 from aiohttp import web
+from worker_node import metrics, ready
 
 from shared.embedded import EmbeddedRedis, free_port
 from shared.messages import FetchPlan, PrefillCall
@@ -270,27 +271,9 @@ async def queue_and_idle(a: str, b: str) -> dict[str, float]:
     }
 
 
-async def ready(http: aiohttp.ClientSession, url: str) -> None:
-    deadline = time.monotonic() + 30.0
-    while True:
-        try:
-            async with http.get(url + "/readyz") as answer:
-                if answer.status == 200:
-                    return
-        except aiohttp.ClientError:
-            pass
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{url} is not ready")
-        await asyncio.sleep(0.1)
-
-
 async def fetch_seconds(http: aiohttp.ClientSession, url: str) -> tuple[float, float]:
     """Cluster seconds of fetches so far, and of these the exposed ones."""
-    async with http.get(url + "/metrics") as answer:
-        lines = (await answer.text()).splitlines()
-    values = {
-        words[0]: float(words[1]) for words in map(str.split, lines) if words[0].startswith("ei_worker")
-    }
+    values = await metrics(http, url)
     return values["ei_worker_fetch_seconds_total"], values["ei_worker_exposed_fetch_seconds_total"]
 
 

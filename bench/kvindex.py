@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from bounds import Bound
 
 from shared.kvindex import KvIndex
 from shared.messages import PageArray, Tier
@@ -37,17 +38,6 @@ MATCHES = 40  # calls a round
 MOST_RATIO = 2.0
 LEAST_STORED, LEAST_REMOVED = 1e6, 0.5e6  # pages a second
 MOST_BYTES, MOST_LEFT = 96.0, 0.20
-
-
-class Bound(NamedTuple):
-    name: str
-    value: float
-    limit: float
-    at_most: bool
-
-    @property
-    def met(self) -> bool:
-        return self.value <= self.limit if self.at_most else self.value >= self.limit
 
 
 def some_pages(rng: np.random.Generator, count: int) -> PageArray:

@@ -21,6 +21,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import numpy as np
+from worker_node import metrics, ready
 
 from shared.bus import Bus
 from shared.embedded import EmbeddedRedis, free_port
@@ -65,24 +66,10 @@ async def measure(redis: str, url: str, switches: int) -> tuple[list[float], flo
     return took, before, after
 
 
-async def ready(http: aiohttp.ClientSession, url: str) -> None:
-    deadline = time.monotonic() + 30.0
-    while time.monotonic() < deadline:
-        try:
-            async with http.get(url + "/readyz") as answer:
-                if answer.status == 200:
-                    return
-        except aiohttp.ClientError:
-            pass
-        await asyncio.sleep(0.1)
-    raise SystemExit("the worker is not ready")
-
-
 async def pages(http: aiohttp.ClientSession, url: str) -> float:
-    async with http.get(url + "/metrics") as answer:
-        lines = (await answer.text()).splitlines()
+    found = await metrics(http, url)
     return sum(
-        float(line.split()[1]) for line in lines if line.startswith("ei_worker_kv_pages{") and "l2" in line
+        value for name, value in found.items() if name.startswith("ei_worker_kv_pages{") and "l2" in name
     )
 
 

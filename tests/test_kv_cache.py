@@ -198,7 +198,7 @@ def test_what_a_decode_adds_counts_as_its_branch_until_the_directory_speaks() ->
     cache.set_counts(at(), at(1, 2))  # and then it moves: what nobody spoke of goes with page 2
     assert (cache.l2_counted, flagged(cache)) == (2, 2)
     cache.set_counts(at(), at(3, 4))
-    assert cache.l2_counted == 0 and not cache._follows
+    assert cache.l2_counted == 0 and not cache._counts._follows
 
     cache = NodeCache(5, 6)
     decoded(cache)
@@ -208,7 +208,9 @@ def test_what_a_decode_adds_counts_as_its_branch_until_the_directory_speaks() ->
     decoded(cache)
     held = receive(cache, [30, 31, 32, 33])  # pushes out the deeper pages, of which GPU memory has copies
     cache.let_go(held)
-    assert not cache._follows and cache.counted(Tier.L1) == 2, "nothing is kept of what nobody spoke of"
+    assert not cache._counts._follows and cache.counted(Tier.L1) == 2, (
+        "nothing is kept of what nobody spoke of"
+    )
 
 
 def test_a_tail_is_kept_for_its_decode_and_nobody_is_told() -> None:
@@ -412,8 +414,8 @@ def test_accounts_always_balance_and_events_replay_to_the_truth(
         assert cache.l1_used + cache.l1_room + cache.l1_free == l1_pages and cache.l1_free >= 0
         assert cache.l2_used <= l2_pages
         assert cache.l1_room == sum(lease.room for lease, _ in leases)
-        assert set(cache._follows) <= set(cache.pages(Tier.L2).tolist())
-        assert sum(map(len, cache._followers.values())) >= len(cache._follows)
+        assert set(cache._counts._follows) <= set(cache.pages(Tier.L2).tolist())
+        assert sum(map(len, cache._counts._followers.values())) >= len(cache._counts._follows)
         for lease, pages in leases:
             # What a request computes with is what it should be, whatever happened to host memory.
             assert memory.sound(lease.slots, at(*pages[: lease.pages])).all()

@@ -9,10 +9,7 @@ Rules that hold here
   (1[R > 0], T): see `eviction.py`. A page in L2 only is held all the same; leasing it restores it to L1.
 - Pages from a peer enter L2: slots are reserved, written by the transport, and hold a page once it was checked.
 - What does not agree with its checksum when it is restored is dropped and counts as not held.
-- Counts are the node's, not a tier's: the flag of a page survives the loss of one copy and goes with the last
-  (line 20 of Algorithm E.2). One that comes before its page is kept for it, the oldest of too many dropped first.
-- Pages that a decode adds to a branch's path have the flag of the page that they follow, until the directory speaks of
-  them (the branch's next request names them) or that page's count goes to zero: they are what that request reuses.
+- Which pages are counted is the business of `counts.py`.
 - A prompt's tokens beyond its last full page are a *tail*: kept in L2 under a key of their own for the decode that
   follows, with count zero, and nobody is told of it.
 - Changes are queued in the order in which they happened, removals before what took their place.
@@ -25,11 +22,10 @@ from typing import NamedTuple
 import numpy as np
 
 from shared.messages import PageArray, Tier
+from worker.kv.counts import CountFlags
 from worker.kv.memory import KvMemory
 from worker.kv.path import Path, Slots
 from worker.kv.pool import Flags, PagePool
-
-ABSENT_LIMIT = 1_000_000
 
 
 class KvChange(NamedTuple):
@@ -77,10 +73,7 @@ class NodeCache:
         self._l1 = PagePool(l1_pages, by_count=False)
         self._l2 = PagePool(l2_pages, by_count=by_count)
         self._room = 0
-        # Pages that have their flag from another one, and those of each such other one.
-        self._follows: dict[int, int] = {}
-        self._followers: dict[int, list[int]] = {}
-        self._absent: dict[int, None] = {}  # pages with R > 0 that L2 does not hold, oldest first
+        self._counts = CountFlags(self._l2)
         self._changes: list[KvChange] = []
         self.evicted: dict[tuple[Tier, bool], int] = {(t, c): 0 for t in Tier for c in (False, True)}
         self.unwritten_pages = 0  # pages that could not be written through, all of L2 being pinned
@@ -138,13 +131,13 @@ class NodeCache:
     @property
     def l2_counted(self) -> int:
         """L2 pages with R > 0, as the directory says."""
-        return self._l2.order.counted_slots - len(self._follows)
+        return self._counts.counted
 
     def counted(self, tier: Tier) -> int:
         """Pages of the tier with R > 0."""
         if tier is Tier.L2:
             return self.l2_counted
-        return int(np.count_nonzero(self._are_counted(self._l1.pages())))
+        return int(np.count_nonzero(self._counts.of(self._l1.pages())))
 
     def take_changes(self) -> list[KvChange]:
         """The changes since the last call, in order."""
@@ -209,7 +202,7 @@ class NodeCache:
             self._enter_l1(written, slots[new])
         self._l1.order.pin(slots)
         if follow and lease.pages:
-            self._follow(int(self._l1.page_of[lease.slots[-1]]), path.pages)
+            self._counts.follow(int(self._l1.page_of[lease.slots[-1]]), path.pages)
         lease.fill(slots)
 
     def load(self, lease: Lease, path: PageArray) -> int:
@@ -266,12 +259,10 @@ class NodeCache:
             self._left_l1(self._l1.evict(short).pages)
 
     def _left_l1(self, pages: PageArray) -> None:
-        counted = self._are_counted(pages)
+        counted = self._counts.of(pages)
         self.evicted[Tier.L1, True] += int(np.count_nonzero(counted))
         self.evicted[Tier.L1, False] += int(np.count_nonzero(~counted))
-        if self._absent:
-            for page in pages[self._l2.find(pages) < 0].tolist():
-                self._absent.pop(page, None)
+        self._counts.left_gpu(pages)
         self._changed(False, Tier.L1, pages)
 
     def _enter_l1(self, path: Path, slots: Slots) -> None:
@@ -376,7 +367,7 @@ class NodeCache:
         told = pool.page_of[slots[~pool.is_silent(slots)]]
         pool.drop(slots)
         if tier is Tier.L2:
-            self._let_followers_go(told)
+            self._counts.dropped(told)
         self._changed(False, tier, told)
 
     def _take_l2(self, pages: int) -> Slots:
@@ -384,10 +375,7 @@ class NodeCache:
         self.evicted[Tier.L2, True] += int(np.count_nonzero(left.counted))
         self.evicted[Tier.L2, False] += int(np.count_nonzero(~left.counted & ~left.silent))
         counted = left.pages[left.counted]
-        own = np.fromiter((page not in self._follows for page in counted.tolist()), np.bool_, counted.size)
-        for page in counted[own & (self._l1.find(counted) >= 0)].tolist():
-            self._keep_absent(page)
-        self._let_followers_go(counted)
+        self._counts.left_host(counted, self._l1.find(counted) >= 0)
         self._changed(False, Tier.L2, left.pages[~left.silent])
         return slots
 
@@ -407,15 +395,7 @@ class NodeCache:
     def _enter_l2(self, path: Path, slots: Slots) -> None:
         if not slots.size:
             return
-        absent = self._absent
-        if absent:
-            pages = path.pages.tolist()
-            counted = np.fromiter((page in absent for page in pages), np.bool_, len(pages))
-            for page in path.pages[counted].tolist():
-                del absent[page]
-        else:
-            counted = np.zeros(slots.size, dtype=np.bool_)
-        self._l2.put(path, slots, counted)
+        self._l2.put(path, slots, self._counts.entering(path.pages))
         self._changed(True, Tier.L2, path.pages)
 
     def _touch_host(self, pages: PageArray) -> None:
@@ -451,72 +431,12 @@ class NodeCache:
     # ------------------------------------------------------------------------------ counts
 
     def set_counts(self, positive: PageArray, zero: PageArray) -> None:
-        """Pages (int64[n]) whose count became positive, and zero."""
-        self._let_followers_go(zero)
-        for page in positive.tolist() if self._follows else ():
-            self._follows.pop(page, None)
-        slots = self._l2.find(positive)
-        self._l2.order.set_counted(slots[slots >= 0], True)
-        for page in positive[slots < 0].tolist():
-            self._keep_absent(page)
-        slots = self._l2.find(zero)
-        self._l2.order.set_counted(slots[slots >= 0], False)
-        if self._absent:
-            for page in zero[slots < 0].tolist():
-                self._absent.pop(page, None)
+        """See `CountFlags.set`."""
+        self._counts.set(positive, zero)
 
     def set_all_counts(self, positive: PageArray) -> None:
-        """Exactly these pages have a positive count."""
-        slots = self._l2.find(positive)
-        self._l2.set_all_counted(slots[slots >= 0])
-        self._follows.clear()
-        self._followers.clear()
-        self._absent.clear()
-        for page in positive[slots < 0].tolist():
-            self._keep_absent(page)
-
-    def _follow(self, page: int, pages: PageArray) -> None:
-        """Count `pages` as `page` is, those of which the directory has not spoken."""
-        if not self._are_counted(np.array([page]))[0]:
-            return
-        page = self._follows.get(page, page)
-        slots = self._l2.find(pages)
-        new = (slots >= 0).nonzero()[0]
-        new = new[~self._l2.order.is_counted(slots[new])]
-        self._l2.order.set_counted(slots[new], True)
-        followers = pages[new].tolist()
-        self._followers.setdefault(page, []).extend(followers)
-        self._follows.update(dict.fromkeys(followers, page))
-
-    def _let_followers_go(self, pages: PageArray) -> None:
-        """The count of these pages is zero now, or they have left: what followed them is not counted any more."""
-        if not self._follows:
-            return
-        gone: list[int] = []
-        for page in pages.tolist():
-            self._follows.pop(page, None)
-            for follower in self._followers.pop(page, ()):
-                if self._follows.get(follower) == page:
-                    del self._follows[follower]
-                    gone.append(follower)
-        slots = self._l2.find(np.array(gone, dtype=np.int64))
-        self._l2.order.set_counted(slots[slots >= 0], False)
-
-    def _are_counted(self, pages: PageArray) -> Flags:
-        slots = self._l2.find(pages)
-        counted = np.zeros(pages.size, dtype=np.bool_)
-        held = slots >= 0
-        counted[held] = self._l2.order.is_counted(slots[held])
-        if self._absent:
-            rest = (~held).nonzero()[0]
-            absent = self._absent
-            counted[rest] = [page in absent for page in pages[rest].tolist()]
-        return counted
-
-    def _keep_absent(self, page: int) -> None:
-        self._absent[page] = None
-        if len(self._absent) > ABSENT_LIMIT:
-            del self._absent[next(iter(self._absent))]
+        """See `CountFlags.set_all`."""
+        self._counts.set_all(positive)
 
     def _changed(self, stored: bool, tier: Tier, pages: PageArray) -> None:
         if not pages.size:

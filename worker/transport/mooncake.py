@@ -18,21 +18,17 @@ Rules that hold here
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import socket
-import sys
 import time
 import uuid
 from collections import deque
 
-import msgspec
 import numpy as np
 
 from shared.log import get_logger
 from worker.kv.arena import Arena
 from worker.transport import mooncake_process as process
 from worker.transport.base import Endpoint, Offsets, TransferError, TransportMissing
+from worker.transport.mooncake_helper import Helper, Pauses, spawn
 from worker.transport.spans import check_read, spans, split_address
 
 ENTRY_BYTES = 2**20  # longer spans are cut, so that no batch is long
@@ -43,123 +39,8 @@ FIRST_BATCH_S = 2.0  # for the first batch from a peer, which makes the connecti
 BATCH_S = 6.0  # for every other
 CANCEL_S = 0.25  # what a cancelled read gives its batches to end by themselves
 START_S = 20.0
-EXIT_S = 0.5  # for a process that ends by itself
-FIRST_PAUSE_S = 0.2  # before a process that did not last is started again; doubles
-LAST_PAUSE_S = 10.0
-LASTED_S = 10.0
 MAX_PEERS = 4096  # addresses a reading process learns before it is replaced
-_MODULE = "worker.transport.mooncake_process"
 log = get_logger("worker")
-
-
-class _Hello(msgspec.Struct):
-    """What a process says first: where it serves, or why it cannot."""
-
-    port: int = 0
-    base: int = 0
-    mark: int = 0
-    error: str = ""
-    missing: bool = False
-
-
-_hellos = msgspec.json.Decoder(_Hello)
-
-
-class _Process:
-    """A running helper. What it sends is in `messages` once `news` is set; `gone` says that it ended."""
-
-    def __init__(
-        self, child: asyncio.subprocess.Process, channel: socket.socket, news: asyncio.Event
-    ) -> None:
-        self.messages: deque[bytes] = deque()
-        self.gone = False
-        self.hello: _Hello | None = None
-        self.boots: dict[str, str] = {}  # what it knows of addresses
-        self.delivered: set[str] = set()  # addresses that it has read from
-        self.since = time.monotonic()
-        self._child = child
-        self._channel = channel
-        self._news = news
-        asyncio.get_running_loop().add_reader(channel.fileno(), self._receive)
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    def _receive(self) -> None:
-        try:
-            while message := self._channel.recv(process.MESSAGE_BYTES):
-                self.messages.append(message)
-            self._close_channel()
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:
-            self._close_channel()
-        if self.hello is None and self.messages:
-            self.hello = _hellos.decode(self.messages.popleft())
-        self._news.set()
-
-    def send(self, message: bytes) -> None:
-        """What cannot be sent shows as `gone`."""
-        try:
-            self._channel.send(message)
-        except OSError:
-            self._close_channel()
-            self._news.set()
-
-    def _close_channel(self) -> None:
-        self.gone = True
-        if self._channel.fileno() >= 0:
-            asyncio.get_running_loop().remove_reader(self._channel.fileno())
-            self._channel.close()
-
-    async def end(self) -> int:
-        """Kill it; returns its exit code when it is dead. A second call does nothing more."""
-        if self.gone:  # by itself: its own exit code says why
-            try:
-                async with asyncio.timeout(EXIT_S):
-                    return await self._child.wait()
-            except TimeoutError:
-                pass
-        self._close_channel()
-        if self._child.returncode is None:
-            try:
-                self._child.kill()
-            except ProcessLookupError:
-                pass  # it is dead and about to be noticed
-        return await self._child.wait()
-
-
-async def _spawn(arena: Arena, settings: process.Settings, news: asyncio.Event) -> _Process:
-    """Start a helper; it says hello later. Raises OSError."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        ours.setblocking(False)
-        child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", _MODULE, str(theirs.fileno()), str(arena.fd), str(os.getpid())),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), arena.fd),
-        )
-        helper = _Process(child, ours, news)
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        theirs.close()
-    helper.send(json.dumps(settings).encode())
-    return helper
-
-
-class _Pauses:
-    """How long to wait before a process that did not last is started again."""
-
-    def __init__(self) -> None:
-        self._failures = 0
-
-    def next_s(self, lasted_s: float) -> float:
-        self._failures = 1 if lasted_s > LASTED_S else self._failures + 1
-        return float(min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self._failures - 1, 10)))
 
 
 class _Batch:
@@ -237,8 +118,8 @@ class _Reader:
         self._reads: deque[_Read] = deque()  # in turn
         self._flying: dict[int, _Batch] = {}
         self._number = 0
-        self._process: _Process | None = None
-        self._pauses = _Pauses()
+        self._process: Helper | None = None
+        self._pauses = Pauses()
         self._start_at = 0.0
         self._doubtful = False  # the process may write what nobody waits for, or blocks
         self._outdated = False  # it knows another boot of a peer that is to be read
@@ -335,7 +216,7 @@ class _Reader:
             if read is batch.read or (batch.first and read.peer == peer):
                 read.stop(TransferError(f"{peer.address} {why}"))
 
-    async def _replace(self, helper: _Process) -> None:
+    async def _replace(self, helper: Helper) -> None:
         """Kill the process. What was under way begins again, but for reads that failed or it crashed with."""
         crashed = helper.gone and not self._doubtful
         code = await helper.end()
@@ -359,14 +240,14 @@ class _Reader:
 
     async def _start(self) -> None:
         try:
-            self._process = await _spawn(self._arena, self._settings, self._news)
+            self._process = await spawn(self._arena, self._settings, self._news)
         except OSError as error:
             self._start_at = asyncio.get_running_loop().time() + self._pauses.next_s(0.0)
             for read in self._reads:
                 read.stop(TransferError(f"the process that reads could not be started: {error}"))
             self._settle()
 
-    def _send_batches(self, helper: _Process) -> None:
+    def _send_batches(self, helper: Helper) -> None:
         """Fill the process with batches, one of each read in turn."""
         waiting = len(self._reads)
         while waiting and len(self._flying) < IN_FLIGHT:
@@ -392,7 +273,7 @@ class _Reader:
                 batch.first = fresh
                 self._send(helper, batch)
 
-    def _send(self, helper: _Process, batch: _Batch) -> None:
+    def _send(self, helper: Helper, batch: _Batch) -> None:
         assert helper.hello is not None
         read = batch.read
         peer = read.peer.address.encode()
@@ -414,15 +295,15 @@ class _Server:
         self._arena = arena
         self._settings = settings
         self._news = asyncio.Event()
-        self._pauses = _Pauses()
-        self._process: _Process | None = None
+        self._pauses = Pauses()
+        self._process: Helper | None = None
         self.endpoint: Endpoint | None = None
 
     async def start(self) -> None:
         """Returns once `endpoint` can be read. Raises TransportMissing, OSError; then no process is left."""
         settings = self._settings.copy()
         settings["boot"] = uuid.uuid4().hex
-        helper = await _spawn(self._arena, settings, self._news)
+        helper = await spawn(self._arena, settings, self._news)
         try:
             async with asyncio.timeout(START_S):
                 while helper.hello is None and not helper.gone:
