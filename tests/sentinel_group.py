@@ -235,13 +235,19 @@ class SentinelGroup:
         return server
 
     def restart_dead(self) -> list[RedisServer]:
-        """Start every killed server again (the sentinels make it a replica: `wait_ready`); returns them."""
-        dead = [server for server in self.servers if not server.running]
-        for server in dead:
-            server.start()
+        """Start every killed server again (the sentinels make it a replica: `wait_ready`); returns them.
+
+        Not before a failover in progress is known to all sentinels: one that still holds the returned server for the
+        primary makes the promoted one its replica, and so undoes the failover.
+        """
         for sentinel in self.sentinels:
             if not sentinel.running:
                 sentinel.start()
+        dead = [server for server in self.servers if not server.running]
+        if dead:
+            self.wait_ready()
+        for server in dead:
+            server.start()
         return dead
 
 

@@ -120,7 +120,7 @@ async def test_a_killed_primary_is_replaced_and_returns_as_a_replica(
     old = group.kill_primary()
     await writer.writes()
     assert group.primary() is not old
-    group.restart_dead()
+    await asyncio.to_thread(group.restart_dead)
     await asyncio.to_thread(group.wait_ready)
     assert old.role()[0] == "slave"
     await writer.writes(5.0)
