@@ -1,4 +1,4 @@
-"""The eviction order against a plain reading of Algorithm E.2: least (1[R > 0], T) of the unpinned slots."""
+"""The eviction order against a plain reading of its rules; Algorithm E.2: least (1[R > 0], T) of the unpinned slots."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.kv import eviction
-from worker.kv.eviction import EvictionOrder, Flags, Slots
+from worker.kv.eviction import STALE_TURNS, Eviction, EvictionOrder, Flags, Slots
 
 SLOTS = 12
+MODES: list[Eviction] = ["count", "count_lru", "lru"]
 PATH = st.lists(st.integers(0, SLOTS - 1), unique=True, max_size=6)
 ACTIONS = st.lists(
     st.one_of(
@@ -27,14 +28,16 @@ ACTIONS = st.lists(
 class Naive:
     """Everything written down, searched from end to end."""
 
-    def __init__(self, by_count: bool) -> None:
-        self.by_count = by_count
+    def __init__(self, eviction: Eviction) -> None:
+        self.eviction = eviction
         self.now = 0
         self.last: dict[int, int] = {}
+        self.call: dict[int, int] = {}  # accesses before the call that accessed the slot last
         self.pins: dict[int, int] = {}
         self.positive: set[int] = set()
 
     def access(self, path: list[int]) -> None:
+        self.call |= dict.fromkeys(path, self.now)
         for slot in reversed(path):
             self.now += 1
             self.last[slot] = self.now
@@ -55,10 +58,15 @@ class Naive:
     def evict(self, slots: int) -> list[tuple[int, bool]]:
         victims: list[tuple[int, bool]] = []
         while len(victims) < slots and (free := [slot for slot in self.last if slot not in self.pins]):
-            victims.append(
-                self.remove(min(free, key=lambda s: (self.by_count and s in self.positive, self.last[s])))
-            )
+            victims.append(self.remove(min(free, key=self.rank)))
         return victims
+
+    def rank(self, slot: int) -> tuple[int, int, int]:
+        if self.eviction == "lru" or slot not in self.positive:
+            return 0, 0, self.last[slot]
+        if self.eviction == "count_lru" or self.now - self.call[slot] > eviction.STALE_TURNS * SLOTS:
+            return 1, 0, self.last[slot]
+        return 2, -self.call[slot], self.last[slot]
 
 
 def slots_of(path: list[int]) -> Slots:
@@ -82,17 +90,20 @@ def whole(order: EvictionOrder) -> tuple[object, ...]:
     return numbers, order.is_counted(every).tolist(), order.is_pinned(every).tolist()
 
 
-@given(ACTIONS, st.booleans(), st.sampled_from([1, 2, 5, 256]))
-@settings(max_examples=500, deadline=None)
-def test_order_equals_the_algorithm(actions: list[tuple[str, object]], by_count: bool, block: int) -> None:
+@given(ACTIONS, st.sampled_from(MODES), st.sampled_from([1, 2, 5, 256]), st.sampled_from([0, 1, 8]))
+@settings(max_examples=700, deadline=None)
+def test_order_equals_the_algorithm(
+    actions: list[tuple[str, object]], mode: Eviction, block: int, turns: int
+) -> None:
     # Small blocks: a log of few positions is packed often, and slots lie in many blocks.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eviction, "_BLOCK", block)
-        compare(actions, by_count)
+        patch.setattr(eviction, "STALE_TURNS", turns)
+        compare(actions, mode)
 
 
-def compare(actions: list[tuple[str, object]], by_count: bool) -> None:
-    order, naive = EvictionOrder(SLOTS, by_count=by_count), Naive(by_count)
+def compare(actions: list[tuple[str, object]], mode: Eviction) -> None:
+    order, naive = EvictionOrder(SLOTS, mode), Naive(mode)
     for action, what in actions:
         if isinstance(what, int):
             assert evicted(order, what) == naive.evict(what)
@@ -131,18 +142,20 @@ def compare(actions: list[tuple[str, object]], by_count: bool) -> None:
     assert evicted(order, 100) == naive.evict(100)
 
 
-@pytest.mark.parametrize("by_count", [True, False])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(3))
-def test_order_of_many_slots_in_bulk(seed: int, by_count: bool) -> None:
+def test_order_of_many_slots_in_bulk(seed: int, mode: Eviction) -> None:
     """Blocks of the real size, thousands of slots that lie dense and far apart, and a log packed often."""
     rng = np.random.default_rng(seed)
     total = 5000
-    order = EvictionOrder(total, by_count=by_count)
+    order = EvictionOrder(total, mode)
     last, counted, pins = np.zeros(total, int), np.zeros(total, bool), np.zeros(total, int)
+    call = np.zeros(total, int)
     now = 0
 
     def access(slots: Slots) -> None:
         nonlocal now
+        call[slots] = now
         last[slots[::-1]] = np.arange(now + 1, now + len(slots) + 1)
         now += len(slots)
 
@@ -169,7 +182,9 @@ def test_order_of_many_slots_in_bulk(seed: int, by_count: bool) -> None:
         counted[some] = number % 3 == 0
         for wanted in (1, 3, int(rng.integers(0, total))):
             free = np.flatnonzero((last > 0) & (pins == 0))
-            expected = free[np.lexsort((last[free], counted[free] & by_count))][:wanted]
+            kept = counted[free] & (mode != "lru")
+            newest = kept & (now - call[free] <= STALE_TURNS * total) & (mode == "count")
+            expected = free[np.lexsort((last[free], -call[free] * newest, newest, kept))][:wanted]
             victims, flags = order.evict(wanted)
             assert np.array_equal(victims, expected) and np.array_equal(flags, counted[expected])
             last[victims], counted[victims] = 0, False
@@ -184,15 +199,36 @@ def test_deeper_pages_of_a_path_leave_first() -> None:
 
 
 def test_zero_counts_leave_before_older_positive_ones_and_keep_their_age() -> None:
-    order = EvictionOrder(4)
+    order = EvictionOrder(4, "count_lru")
     for slot in range(4):
         order.add(slots_of([slot]), flags_of([slot < 3]))
     order.set_counted(slots_of([1]), False)  # compaction dropped its page: as old as it was, so before slot 3
     assert evicted(order, 4) == [(1, False), (3, False), (0, True), (2, True)]
 
 
+def test_when_all_is_counted_the_latest_path_leaves_first_from_its_end() -> None:
+    order = EvictionOrder(9)
+    for path in ([0, 1, 2], [3, 4, 5], [6, 7, 8]):
+        order.add(slots_of(path), flags_of([True] * 3))
+    order.touch(slots_of([0, 1, 2]))
+    assert order.evict(4)[0].tolist() == [2, 1, 0, 8]
+    order.set_counted(slots_of([4]), False)
+    assert evicted(order, 2) == [(4, False), (7, True)]
+
+
+def test_counted_slots_that_nobody_uses_for_long_leave_after_all() -> None:
+    order = EvictionOrder(3)
+    order.add(slots_of([0, 1]), flags_of([True] * 2))  # of a branch that went away without a word
+    order.add(slots_of([2]), flags_of([True]))
+    for _ in range(STALE_TURNS * 3 - 3):
+        order.touch(slots_of([2]))
+    assert evicted(order, 1) == [(2, True)]
+    order.add(slots_of([2]), flags_of([True]))
+    assert evicted(order, 3) == [(1, True), (0, True), (2, True)]
+
+
 def test_without_counts_the_flags_are_reported_only() -> None:
-    order = EvictionOrder(3, by_count=False)
+    order = EvictionOrder(3, "lru")
     order.add(slots_of([2, 1, 0]), flags_of([False, True, True]))
     order.set_counted(slots_of([0]), False)
     assert order.counted_slots == 1 and order.is_counted(slots_of([0, 1])).tolist() == [False, True]

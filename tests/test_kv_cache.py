@@ -123,7 +123,7 @@ def test_l2_evicts_zero_counts_first() -> None:
     assert held_in(cache, Tier.L2) == [2, 3, 5, 6] and cache.l2_counted == 2
     assert (cache.evicted[Tier.L2, False], cache.evicted[Tier.L2, True]) == (2, 0)
 
-    plain = NodeCache(2, 4, by_count=False)
+    plain = NodeCache(2, 4, eviction="lru")
     plain.set_counts(at(1, 2), at())
     for pages in ([1, 2], [3, 4], [5]):
         fill(plain, pages)

@@ -79,7 +79,7 @@ class WorkerService(Service):
         l1_pages, l2_pages = self.hardware.l1_tokens // page, self.hardware.l2_tokens // page
         self.arena = Arena(l1_pages + l2_pages, settings.page_bytes, huge_pages=settings.huge_pages)
         self.memory = SimulatedMemory(self.arena)
-        self.cache = NodeCache(l1_pages, l2_pages, by_count=settings.eviction == "count", memory=self.memory)
+        self.cache = NodeCache(l1_pages, l2_pages, eviction=settings.eviction, memory=self.memory)
         self.page_service = PageService(
             self.cache, self.memory, self.instance, max(1, int(l2_pages * settings.lend_share))
         )

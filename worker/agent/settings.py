@@ -9,6 +9,7 @@ import msgspec
 from shared.config import Doc, Settings
 from shared.messages import Phase
 from shared.timing import Profile, profile
+from worker.kv.eviction import Eviction
 
 
 class WorkerSettings(Settings, kw_only=True):
@@ -19,7 +20,13 @@ class WorkerSettings(Settings, kw_only=True):
     l1_tokens: Annotated[int, Doc("KV capacity of GPU memory in tokens, 0 for the profile's")] = 0
     l2_tokens: Annotated[int, Doc("KV capacity of host memory in tokens, 0 for the profile's")] = 0
     capacity_scale: Annotated[float, Doc("factor on both capacities")] = 1.0
-    eviction: Annotated[Literal["count", "lru"], Doc("order in which pages leave host memory")] = "count"
+    eviction: Annotated[
+        Eviction,
+        Doc(
+            "order in which pages leave host memory: unreferenced pages first (count; count_lru, with plain LRU "
+            "among the referenced), or lru"
+        ),
+    ] = "count"
     ttl_s: Annotated[float, Doc("wall seconds after which a silent node counts as gone")] = 3.0
     page_bytes: Annotated[
         int, Doc("bytes of a KV page in the arena: simulated KV is smaller than the model's")

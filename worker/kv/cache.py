@@ -6,7 +6,7 @@ Rules that hold here
   room that `write` and `load` fill. pinned + free-to-evict + room + free = capacity at all times.
 - Every page that enters L1 is written through to L2, unless everything there is pinned; so is a page of a lease that
   ends, if L2 has lost it: it was used after what lies there. L1 evicts by LRU, L2 by
-  (1[R > 0], T): see `eviction.py`. A page in L2 only is held all the same; leasing it restores it to L1.
+  in count order: see `eviction.py`. A page in L2 only is held all the same; leasing it restores it to L1.
 - Pages from a peer enter L2: slots are reserved, written by the transport, and hold a page once it was checked.
 - What does not agree with its checksum when it is restored is dropped and counts as not held.
 - Which pages are counted is the business of `counts.py`.
@@ -23,6 +23,7 @@ import numpy as np
 
 from shared.messages import PageArray, Tier
 from worker.kv.counts import CountFlags
+from worker.kv.eviction import Eviction
 from worker.kv.memory import KvMemory
 from worker.kv.path import Path, Slots
 from worker.kv.pool import Flags, PagePool
@@ -63,15 +64,15 @@ class NodeCache:
     """Both tiers of one node. The slots of L2 follow those of L1 in the arena."""
 
     def __init__(
-        self, l1_pages: int, l2_pages: int, *, by_count: bool = True, memory: KvMemory | None = None
+        self, l1_pages: int, l2_pages: int, *, eviction: Eviction = "count", memory: KvMemory | None = None
     ) -> None:
         if l1_pages < 1 or l2_pages < 0:
             raise ValueError(f"a node needs at least 1 page in L1 and 0 in L2, not {l1_pages} and {l2_pages}")
         self.l1_pages = l1_pages
         self.l2_pages = l2_pages
         self._memory = memory
-        self._l1 = PagePool(l1_pages, by_count=False)
-        self._l2 = PagePool(l2_pages, by_count=by_count)
+        self._l1 = PagePool(l1_pages, "lru")
+        self._l2 = PagePool(l2_pages, eviction)
         self._room = 0
         self._counts = CountFlags(self._l2)
         self._changes: list[KvChange] = []

@@ -1,47 +1,60 @@
-"""Which page a memory tier evicts next (section 5.3; EvictHost of Algorithm E.2).
+"""Which page a memory tier evicts next (section 5.3; EvictHost of Algorithm E.2, and one step beyond it).
 
 Rules that hold here
 - It speaks of slots, the numbers 0..n-1 of one tier's memory; which page lies in one is its owner's
   business.
-- Slots leave in ascending order of (1[R > 0], T): pages that no active branch references first, the least
-  recently used first within each group. R > 0 is a flag of each present slot; one whose flag changes keeps
-  its place by T.
 - T is a logical time: every access gets a number of its own. The slots of a call are accessed last slot
   first, so of one path the deeper pages leave first and what stays is a prefix.
+- R > 0 is a flag of each present slot; one whose flag changes keeps its place by T.
+- `count`, the default: slots with R = 0 leave first, the least recently used first. When only slots with
+  R > 0 are left, the contexts of active agents do not fit: then those of the latest access leave first, deeper
+  pages first. Every agent comes back, and those that have been away for long come back soonest; in LRU order
+  each would find its pages gone just before it needs them. Flags may be wrong, though (a branch whose end nobody
+  told): a slot that was not accessed while `STALE_TURNS` times all slots were, leaves before those, oldest first.
+- `count_lru` is Algorithm E.2 to the letter: ascending (1[R > 0], T). `lru` is T alone; flags are kept and
+  reported.
 - A pinned slot never leaves. The end of its last pin is an access.
 - The slots of one call are distinct. A call that raises has changed nothing.
-- With `by_count=False` flags are kept and reported, but the order is plain LRU.
 
 T is a position in a log: an access writes the slot at its end, so the log is in the order of T by
 construction and nothing is ever sorted. For each group a row of bytes says which positions hold a slot that
-may leave: pins and flags set and clear bytes there, an eviction takes the first that are set. A second row,
-a byte for each block of positions, leads past blocks that have none. A full log is packed: at most n slots
-stay of 2n positions, so that is O(1) an access, though one in n accesses waits for it. No call goes through
-its slots in Python.
+may leave: pins and flags set and clear bytes there, an eviction takes the first that are set, or the last
+access that has any. A second row, a byte for each block of positions, leads past blocks that have none. A full
+log is packed: at most n slots stay of 2n positions, so that is O(1) an access, though one in n accesses waits
+for it. No call goes through its slots in Python.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 Slots = npt.NDArray[np.intp]
 Flags = npt.NDArray[np.bool_]
+Eviction = Literal["count", "count_lru", "lru"]
 
+STALE_TURNS = 8
 _BLOCK = 256  # positions: a small eviction reads one block, and a byte for each block before it
 
 
 class EvictionOrder:
     """The present ones of `slots` slots in the order in which they would leave."""
 
-    def __init__(self, slots: int, *, by_count: bool = True) -> None:
+    def __init__(self, slots: int, eviction: Eviction = "count") -> None:
         if slots < 1:
             raise ValueError(f"an order needs at least one slot, not {slots}")
         blocks = -(-2 * slots // _BLOCK)
-        groups = 2 if by_count else 1
-        self._by_count = by_count
+        self._by_count = eviction != "lru"
+        groups = 2 if self._by_count else 1
+        self._newest_first = eviction == "count"
+        self._stale = STALE_TURNS * slots
         self._log: Slots = np.zeros(blocks * _BLOCK, np.intp)
         self._end = 0  # positions of the log in use
+        # How many accesses came before the call that wrote a position: one number a call, ascending.
+        self._call = np.zeros(blocks * _BLOCK, np.int64)
+        self._accesses = 0
         self._at: Slots = np.full(slots, -1, np.intp)  # a slot's position, so its T; -1 while it is absent
         self._pins = np.zeros(slots, np.int32)
         self._counted: Flags = np.zeros(slots, np.bool_)  # False while absent
@@ -146,34 +159,79 @@ class EvictionOrder:
 
         Fewer than `wanted` when the rest is pinned; none for a number below 1.
         """
-        left = min(wanted, self.evictable)
+        wanted = min(wanted, self.evictable)
         found: list[Slots] = []
-        for free, some in zip(self._free, self._some, strict=True):
-            # First as if slots lay dense, then more blocks a step, so that scattered ones take few steps.
-            blocks = max(1, left // 8)
-            while left > 0:
-                first = int(some.argmax())
-                if not some[first]:
-                    break
-                if blocks == 1:
-                    among = free[first * _BLOCK : (first + 1) * _BLOCK].nonzero()[0]
-                    at = among[:left] + first * _BLOCK
-                    some[first] = len(among) > left
-                else:
-                    near = some[first:].nonzero()[0][:blocks] + first
-                    among = free.reshape(-1, _BLOCK)[near].ravel().nonzero()[0]
-                    row = among[:left] // _BLOCK
-                    at = near[row] * _BLOCK + among[:left] % _BLOCK
-                    # Nothing is left in these blocks, or else nothing before the last slot's.
-                    some[near[: row[-1] if len(among) > left else blocks]] = False
-                free[at] = False
-                found.append(self._log[at])
-                left -= len(at)
-                blocks *= 8
+        self._take_oldest(0, wanted, found)
+        if self._newest_first:
+            self._take_stale(wanted, found)
+            self._take_newest(wanted, found)
+        elif self._by_count:
+            self._take_oldest(1, wanted, found)
         if not found:
             return np.zeros(0, np.intp), np.zeros(0, np.bool_)
         victims = found[0] if len(found) == 1 else np.concatenate(found)
         return victims, self._forget(victims)
+
+    def _take_oldest(self, group: int, wanted: int, found: list[Slots]) -> None:
+        """Fill `found` up to `wanted` slots with the least recently used of a group; they leave their positions."""
+        free, some = self._free[group], self._some[group]
+        left = wanted - sum(map(len, found))
+        # First as if slots lay dense, then more blocks a step, so that scattered ones take few steps.
+        blocks = max(1, left // 8)
+        while left > 0:
+            first = int(some.argmax())
+            if not some[first]:
+                break
+            if blocks == 1:
+                among = free[first * _BLOCK : (first + 1) * _BLOCK].nonzero()[0]
+                at = among[:left] + first * _BLOCK
+                some[first] = len(among) > left
+            else:
+                near = some[first:].nonzero()[0][:blocks] + first
+                among = free.reshape(-1, _BLOCK)[near].ravel().nonzero()[0]
+                row = among[:left] // _BLOCK
+                at = near[row] * _BLOCK + among[:left] % _BLOCK
+                # Nothing is left in these blocks, or else nothing before the last slot's.
+                some[near[: row[-1] if len(among) > left else blocks]] = False
+            free[at] = False
+            found.append(self._log[at])
+            left -= len(at)
+            blocks *= 8
+
+    def _take_stale(self, wanted: int, found: list[Slots]) -> None:
+        """The same with counted slots that were not accessed for `STALE_TURNS` times all slots."""
+        free, some = self._free[1], self._some[1]
+        left = wanted - sum(map(len, found))
+        if left <= 0 or self._accesses <= self._stale:
+            return
+        end = int(self._call[: self._end].searchsorted(self._accesses - self._stale))
+        first = int(some.argmax())
+        if not some[first] or first * _BLOCK >= end:
+            return
+        at = free[first * _BLOCK : end].nonzero()[0][:left] + first * _BLOCK
+        # Nothing is left before the last one taken, or else nothing before `end`.
+        some[first : (at[-1] if len(at) == left else end) // _BLOCK] = False
+        free[at] = False
+        found.append(self._log[at])
+
+    def _take_newest(self, wanted: int, found: list[Slots]) -> None:
+        """The same with counted slots: of the latest access first, the deeper pages of each first."""
+        free, some = self._free[1], self._some[1]
+        left = wanted - sum(map(len, found))
+        while left > 0:
+            block = len(some) - 1 - int(some[::-1].argmax())
+            if not some[block]:
+                break
+            among = free[block * _BLOCK : (block + 1) * _BLOCK].nonzero()[0]
+            if not len(among):
+                some[block] = False
+                continue
+            last = block * _BLOCK + int(among[-1])
+            first = int(self._call[: self._end].searchsorted(self._call[last]))
+            at = free[first : last + 1].nonzero()[0][:left] + first
+            free[at] = False
+            found.append(self._log[at])
+            left -= len(at)
 
     # ------------------------------------------------------------------------------ the log
 
@@ -205,6 +263,8 @@ class EvictionOrder:
             self._pack()
         first, end = self._end, self._end + len(slots)
         self._log[first:end] = slots[::-1]
+        self._call[first:end] = self._accesses
+        self._accesses += len(slots)
         self._at[slots] = np.arange(end - 1, first - 1, -1)
         blocks = slice(first // _BLOCK, -(-end // _BLOCK))
         positive = np.count_nonzero(counted) if self._by_count else 0
@@ -223,6 +283,7 @@ class EvictionOrder:
         self._end = len(kept)
         self._log[: self._end] = slots = log[kept]
         self._at[slots] = np.arange(self._end)
+        self._call[: self._end] = self._call[kept]
         for free, some in zip(self._free, self._some, strict=True):
             free[: self._end] = free[kept]
             free[self._end :] = False

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.messages import PageArray
-from worker.kv.eviction import EvictionOrder
+from worker.kv.eviction import Eviction, EvictionOrder
 from worker.kv.path import Keys, Path, Slots
 
 Flags = npt.NDArray[np.bool_]
@@ -37,9 +37,9 @@ class Victims(NamedTuple):
 class PagePool:
     """`slots` pages of room."""
 
-    def __init__(self, slots: int, *, by_count: bool) -> None:
+    def __init__(self, slots: int, eviction: Eviction) -> None:
         self.slots = slots
-        self.order = EvictionOrder(max(1, slots), by_count=by_count)
+        self.order = EvictionOrder(max(1, slots), eviction)
         self.page_of: PageArray = np.zeros(slots, dtype=np.int64)
         self.keys: Keys = np.zeros((slots, 32), dtype=np.uint8)
         self._slot_of: dict[int, int] = {}
