@@ -14,7 +14,7 @@ Rules that hold here
 | stream | from -> to | messages |
 |---|---|---|
 | `kv:<node>` | worker -> directory, routers | PagesStored, PagesRemoved, PagesCleared |
-| `branch` | router -> directory | BranchRequest, BranchPlaced, BranchEnded |
+| `branch` | router -> directory, other routers | BranchRequest, BranchPlaced, BranchEnded |
 | `counts:<node>` | directory -> worker | CountsChanged, CountsFull |
 | `resync` | directory, workers -> routers, directory | PathWanted, CountsWanted |
 | `state:<node>` | worker -> routers, telemetry | NodeState |
@@ -115,12 +115,19 @@ class BranchRequest(Message, frozen=True, array_like=True, tag="request"):
 
 
 class BranchPlaced(Message, frozen=True, array_like=True, tag="placed"):
-    """The branch's current path is served on `node` in `phase` (prefill routing or decode binding)."""
+    """The branch's current path is served on `node` in `phase` (prefill routing or decode binding).
+
+    The rest is for other routers: which request, and its work: tokens to compute after `cached` ones (prefill),
+    or tokens of KV that it needs room for (decode).
+    """
 
     branch: str
     node: str
     phase: Phase
     t: float = 0.0
+    rid: str = ""
+    tokens: int = 0
+    cached: int = 0
 
 
 class BranchEnded(Message, frozen=True, array_like=True, tag="ended"):
@@ -246,6 +253,9 @@ class RequestDone(Message, frozen=True, array_like=True, tag="request_done"):
     prefill_node: str
     decode_node: str
     error: str = ""
+    predicted_ttft_s: float = 0.0  # when the prefill node was chosen; 0.0 when it never was
+    key: str = ""  # name of the client's API key
+    kind: str = ""  # turn, compaction, ... (services/router/identity.py)
 
 
 # --------------------------------------------------------------------------------- windows
@@ -425,6 +435,7 @@ class PrefillEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     fetched_tokens: int = 0
     restored_tokens: int = 0
     error: str = ""
+    fetch_s: float = 0.0  # cluster seconds from the call to the last fetched page; 0 when nothing was fetched
 
 
 class KvSnapshot(msgspec.Struct, frozen=True):

@@ -1,11 +1,12 @@
-"""The part of OpenAI's API that routers and engines both read: errors, and the few request fields they need.
+"""The part of the APIs that routers and engines both read: errors, and the few request fields they need.
 
-Nothing here knows a whole request: fields that are not listed pass through untouched.
+OpenAI's chat completions, completions and responses, Anthropic's messages, SGLang's own generate. Nothing here
+knows a whole request: fields that are not listed pass through untouched.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,11 +14,19 @@ import numpy.typing as npt
 
 TokenArray = npt.NDArray[np.int32]
 MOVED = "X-EI-Moved"  # on a 503: this node does not serve the phase any more, another one does
-Kind = Literal["chat", "completion"]
+Kind = Literal["chat", "completion", "messages", "responses", "generate"]
+PATHS: dict[str, Kind] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+    "/v1/messages": "messages",
+    "/v1/responses": "responses",
+    "/generate": "generate",
+}
+GENERATE_TOKENS = 128  # SGLang's limit where a call of /generate sets none
 
 
 class ApiError(Exception):
-    """An error for the client, in OpenAI's shape."""
+    """An error for the client, in OpenAI's terms; `shared.api_errors` shapes it for the others."""
 
     def __init__(
         self,
@@ -51,7 +60,10 @@ class StreamOptions(msgspec.Struct):
 
 
 class Call(msgspec.Struct):
-    """What placement needs of a request; `prompt` and `messages` stay raw JSON until a tokenizer reads them."""
+    """What placement needs of a request; what makes up the prompt stays raw JSON until a tokenizer reads it.
+
+    `max_tokens` is the limit on the output, whatever the API calls it.
+    """
 
     model: str = ""
     stream: bool = False
@@ -62,6 +74,14 @@ class Call(msgspec.Struct):
     prompt: msgspec.Raw = _ABSENT
     messages: msgspec.Raw = _ABSENT
     tools: msgspec.Raw = _ABSENT
+    tool_choice: msgspec.Raw = _ABSENT
+    system: msgspec.Raw = _ABSENT  # messages
+    input: msgspec.Raw = _ABSENT  # responses, as the next one
+    instructions: msgspec.Raw = _ABSENT
+    text: msgspec.Raw = (
+        _ABSENT  # generate: the prompt, if it is not `input_ids`; responses: the output's format
+    )
+    input_ids: msgspec.Raw = _ABSENT
 
     @property
     def output_limit(self) -> int | None:
@@ -69,38 +89,92 @@ class Call(msgspec.Struct):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
+class _Responses(msgspec.Struct):
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+
+
+class _SamplingParams(msgspec.Struct):
+    max_new_tokens: int | None = None
+
+
+class _Generate(msgspec.Struct):
+    sampling_params: _SamplingParams | None = None
+
+
 _call_decoder = msgspec.json.Decoder(Call)
+_responses_decoder = msgspec.json.Decoder(_Responses)
+_generate_decoder = msgspec.json.Decoder(_Generate)
 _ids_decoder = msgspec.json.Decoder(list[int])
 
+# The fields that make up the prompt, of which one must be there, and what is said when none is.
+_PROMPTS: dict[Kind, tuple[tuple[str, ...], str]] = {
+    "chat": (("messages",), "messages must hold at least one message."),
+    "completion": (("prompt",), "You must give a prompt."),
+    "messages": (("messages",), "messages must hold at least one message."),
+    "responses": (("input",), "You must give an input."),
+    "generate": (("text", "input_ids"), "You must give text or input_ids."),
+}
 
-def parse_call(body: bytes, kind: Kind) -> Call:
-    """Read a chat or completion request.
+Read = TypeVar("Read")
+
+
+def read_json(decoder: msgspec.json.Decoder[Read], data: bytes | msgspec.Raw, name: str = "") -> Read:
+    """Decode the body, or the field `name` of it. Raises ApiError 400."""
+    what = f"{name} is" if name else "The request body is"
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        field = str(error).rpartition("`$.")[2].rstrip("`") if "`$." in str(error) else None
+        raise ApiError(400, f"{what} not valid: {error}", param=name or field) from None
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"{what} not valid JSON: {error}", param=name or None) from None
+    except UnicodeDecodeError:
+        raise ApiError(400, f"{what} not UTF-8.", param=name or None) from None
+    except RecursionError:
+        raise ApiError(400, f"{what} nested too deeply.", param=name or None) from None
+
+
+def parse_call(body: bytes, kind: Kind, *, counting: bool = False) -> Call:
+    """Read a request of that API; with `counting` nothing is to be generated for it.
 
     Raises ApiError 400 for JSON that is none, fields of the wrong type, and values that no engine takes.
     """
-    try:
-        call = _call_decoder.decode(body)
-    except msgspec.ValidationError as error:
-        field = str(error).rpartition("`$.")[2].rstrip("`") if "`$." in str(error) else None
-        raise ApiError(400, f"The request body is not valid: {error}", param=field) from None
-    except msgspec.DecodeError as error:
-        raise ApiError(400, f"The request body is not valid JSON: {error}") from None
-    except UnicodeDecodeError:
-        raise ApiError(400, "The request body is not UTF-8.") from None
-    except RecursionError:
-        raise ApiError(400, "The request body is nested too deeply.") from None
-    if not call.model:
+    call = read_json(_call_decoder, body)
+    limit_name = "max_tokens"
+    if kind == "responses":
+        asked = read_json(_responses_decoder, body)
+        call.max_tokens, call.max_completion_tokens = asked.max_output_tokens, None
+        limit_name = "max_output_tokens"
+        if asked.previous_response_id:
+            raise ApiError(
+                400,
+                "Responses are not stored here, so there is no previous_response_id to go on from: send the whole "
+                "conversation as input.",
+                param="previous_response_id",
+                code="unsupported_parameter",
+            )
+    elif kind == "generate":
+        params = read_json(_generate_decoder, body).sampling_params
+        limit = params.max_new_tokens if params is not None else None
+        call.max_tokens, call.max_completion_tokens = GENERATE_TOKENS if limit is None else limit, None
+        limit_name = "max_new_tokens"
+    elif call.max_completion_tokens is not None:
+        limit_name = "max_completion_tokens"
+    if not call.model and kind != "generate":
         raise ApiError(400, "You must give a model.", param="model", code="missing_model")
     limit = call.output_limit
-    if limit is not None and limit < 1:
-        name = "max_completion_tokens" if call.max_completion_tokens is not None else "max_tokens"
-        raise ApiError(400, f"{name} must be at least 1, not {limit}.", param=name, code="invalid_value")
+    if limit is None and kind == "messages" and not counting:
+        raise ApiError(400, "max_tokens: Field required", param="max_tokens")
+    if limit is not None and limit < 1 and not counting:
+        raise ApiError(
+            400, f"{limit_name} must be at least 1, not {limit}.", param=limit_name, code="invalid_value"
+        )
     if call.n is not None and call.n < 1:
         raise ApiError(400, f"n must be at least 1, not {call.n}.", param="n", code="invalid_value")
-    if kind == "chat" and bytes(call.messages).strip() in _NOTHING:
-        raise ApiError(400, "messages must hold at least one message.", param="messages")
-    if kind == "completion" and bytes(call.prompt).strip() in _NOTHING:
-        raise ApiError(400, "You must give a prompt.", param="prompt")
+    fields, missing = _PROMPTS[kind]
+    if all(bytes(getattr(call, field)).strip() in _NOTHING for field in fields):
+        raise ApiError(400, missing, param=fields[0])
     return call
 
 

@@ -93,7 +93,7 @@ def test_openai_client_completes_text_and_ids(client):
         ({"prompt": "x" * 1_048_576}, openai.BadRequestError),
         ({"prompt": ""}, openai.BadRequestError),
         ({"prompt": ["a", "b"]}, openai.BadRequestError),
-        ({"n": 3}, openai.BadRequestError),
+        ({"n": 0}, openai.BadRequestError),
     ],
 )
 def test_bad_requests_raise_the_clients_own_errors_and_service_goes_on(client, ask, error):

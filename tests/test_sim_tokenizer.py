@@ -9,16 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.openai import ApiError
+from shared.openai import ApiError, parse_call
 from worker.engines.simulated import text
 from worker.engines.simulated.text import MAX_TOKENS, MIN_TOKENS, answer, prompt_seed
-from worker.engines.simulated.tokenizer import Special, check_ids, decode, encode, render
+from worker.engines.simulated.tokenizer import IMAGE_TOKENS, Special, check_ids, decode, encode
+from worker.engines.simulated.wire import prompt_of
 
 USER = {"role": "user", "content": "hi"}
 
 
 def ids(messages: object, tools: object = None) -> list[int]:
-    found: list[int] = render(json.dumps(messages).encode(), json.dumps(tools).encode()).tolist()
+    """Of a chat."""
+    body = json.dumps({"model": "m", "messages": messages, "tools": tools}).encode()
+    found: list[int] = prompt_of(parse_call(body, "chat"), "chat").tokens.tolist()
     return found
 
 
@@ -49,46 +52,67 @@ def test_parts_are_joined_and_roles_have_synonyms() -> None:
     assert ids([{"role": "developer", "content": "s"}]) == ids([{"role": "system", "content": "s"}])
 
 
-def test_tools_stand_in_the_system_part_as_the_client_wrote_them() -> None:
-    tools = [{"type": "function", "function": {"name": "ls", "description": "é"}}]
-    raw = b'[ {"type":"function", "function":{"name":"ls"}} ]'
+def test_tools_stand_in_the_system_part_in_one_form() -> None:
+    tools = [
+        {"type": "function", "function": {"name": "ls", "parameters": {"z": 1, "a": 2}, "description": "é"}}
+    ]
     alone = ids([USER], tools)
     assert alone[1] == Special.SYSTEM and "Tools:" in decode(alone)
     with_system = ids([{"role": "system", "content": "be brief"}, USER], tools)
     assert with_system.count(Special.SYSTEM) == 1
-    assert decode(with_system).startswith('be brief\nTools:\n{"type": "function"')
-    assert '{"type":"function", "function":{"name":"ls"}}' in decode(render(json.dumps([USER]).encode(), raw))
+    said = 'be brief\nTools:\n{"name":"ls","description":"é","parameters":{"z":1,"a":2}}'
+    assert decode(with_system).startswith(said)
     assert ids([USER], []) == ids([USER], None) == ids([USER])
+    hosted = {"type": "web_search", "size": 5, "cache_control": {"type": "ephemeral"}}
+    assert '{"type":"web_search","size":5}' in decode(ids([USER], [hosted]))
 
 
 def test_an_agents_next_step_extends_the_last_one() -> None:
     first = [{"role": "system", "content": "s"}, USER]
     prompt = ids(first)
     said = answer(prompt_seed(np.array(prompt, dtype=np.int32)), 50)
-    call = {"id": "c1", "type": "function", "function": {"name": "ls", "arguments": "{}"}}
+    call = {"id": "c1", "type": "function", "function": {"name": "ls", "arguments": '{"all": true}'}}
     second = [
         *first,
         {"role": "assistant", "content": said.text, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "a b"},
     ]
     longer = ids(second)
-    assert longer[: len(prompt) + len(said.ids)] == prompt + list(said.ids)
-    assert '"name": "ls"' in decode(longer) and "[c1] a b" in decode(longer)
+    assert longer[: len(prompt) + len(said.ids)] == prompt + said.ids.tolist()
+    assert longer[len(prompt) + len(said.ids) :] == [
+        Special.CALL, *b"ls", Special.ARGUMENTS, *b'{"all":true}', Special.END,
+        Special.TOOL, *b"a b", Special.END, Special.ASSISTANT,
+    ]  # fmt: skip
     assert ids([*second, USER])[: len(longer) - 1] == longer[:-1]
+
+
+def test_an_image_is_a_fixed_number_of_ids_of_its_data() -> None:
+    def image(url: str) -> list[int]:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        return ids([{"role": "user", "content": [{"type": "text", "text": "see"}, part]}])
+
+    one, other = image("data:image/png;base64,AAAA"), image("data:image/png;base64,AAAB")
+    assert one == image("data:image/png;base64,AAAA") != other
+    at = one.index(Special.IMAGE)
+    assert one[:at] == other[:at] and len(one) == len(other) == at + 1 + IMAGE_TOKENS + 2
+    assert (
+        all(1024 <= i < 131_072 for i in one[at + 1 : -2]) and len(set(one[at + 1 : -2])) > IMAGE_TOKENS / 2
+    )
 
 
 @pytest.mark.parametrize(
     ("messages", "match"),
     [
-        ([], "at least one"),
+        ([], "at least one message"),
         ({"role": "user"}, "not valid"),
         ([{"content": "x"}], "missing required field `role`"),
         ([{"role": "robot", "content": "x"}], "'robot' is unknown"),
         ([{"role": "user"}], "no content"),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-            "reads text only",
-        ),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "does not read"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "does not read"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}], "no image_url"),
+        ([{"role": "assistant", "tool_calls": [{"id": "c"}]}], "no function"),
+        ([{"role": "assistant", "tool_calls": [5]}], "not valid"),
         ([{"role": "user", "content": 5}], "not valid"),
     ],
 )
@@ -98,9 +122,21 @@ def test_messages_that_cannot_be_rendered_are_refused(messages: object, match: s
     assert caught.value.status == 400
 
 
-def test_tools_that_are_no_list_are_refused() -> None:
-    with pytest.raises(ApiError, match="tools are not a list"):
-        ids([USER], {"a": 1})
+@pytest.mark.parametrize(
+    ("tools", "match"),
+    [
+        ({"a": 1}, "tools are not a list"),
+        ([5], r"tools\[0\] must be an object"),
+        ([{"type": 5}], r"tools\[0\].type must be a string"),
+        ([{"type": "function", "function": "ls"}], "must be an object"),
+        ([{"type": "function", "function": {}}], "name must be a string"),
+        ([{"name": "x", "input_schema": "object"}], "input_schema must be an object"),
+    ],
+)
+def test_tools_of_another_shape_are_refused(tools: object, match: str) -> None:
+    with pytest.raises(ApiError, match=match) as caught:
+        ids([USER], tools)
+    assert caught.value.status == 400
 
 
 # ------------------------------------------------------------------------------------- text
@@ -110,8 +146,8 @@ def test_tools_that_are_no_list_are_refused() -> None:
 def test_an_answer_is_a_function_of_seed_and_position(seed: bytes, limit: int) -> None:
     short, longer = (answer(seed, n, ignore_eos=True) for n in (limit, limit + 100))
     assert len(short.ids) == limit and short.finish == "length"
-    assert longer.ids.startswith(short.ids)
-    assert short.text == short.ids.decode() and all(c == " " or c.islower() for c in short.text)
+    assert longer.ids[:limit].tolist() == short.ids.tolist()
+    assert short.text == decode(short.ids) and all(c == " " or c.islower() for c in short.text)
     natural = answer(seed, 1_000)
     assert MIN_TOKENS <= len(natural.ids) <= MAX_TOKENS and natural.finish == "stop"
     assert answer(seed, len(natural.ids)).finish == "length"
@@ -130,7 +166,7 @@ def test_the_first_stop_string_ends_the_text_before_it() -> None:
     stopped = answer(seed, 200, ignore_eos=True, stop=["", "no such words", words[7], words[3]])
     assert stopped.finish == "stop"
     assert stopped.text == full.text[: full.text.find(words[3])]
-    assert stopped.ids.decode() == stopped.text + words[3]
+    assert decode(stopped.ids) == stopped.text + words[3] and stopped.stopped_by == words[3]
     assert answer(seed, 5, stop=[full.text[10:20]]).finish == "length"
 
 

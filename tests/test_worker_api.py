@@ -13,12 +13,20 @@ import openai
 import pytest
 
 from shared.messages import Phase
+from shared.openai import parse_call
 from tests.conftest import eventually
 from tests.worker_nodes import check_empty, node
 from worker.agent.service import WorkerService
-from worker.engines.simulated.tokenizer import render
+from worker.engines.simulated.wire import prompt_of
 
 MESSAGES = [{"role": "system", "content": "You are terse."}, {"role": "user", "content": "Say something."}]
+
+
+def render(messages: list[dict[str, str]]) -> list[int]:
+    """The ids of a chat."""
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    tokens: list[int] = prompt_of(parse_call(body, "chat"), "chat").tokens.tolist()
+    return tokens
 
 
 @pytest.fixture
@@ -53,7 +61,7 @@ async def test_a_streamed_chat_says_what_the_whole_one_says(client: Any) -> None
     ]
     assert not chunks[-1].choices and all(chunk.usage is None for chunk in chunks[:-1])
     usage = chunks[-1].usage
-    prompt = render(json.dumps(MESSAGES).encode()).size
+    prompt = len(render(MESSAGES))
     assert whole.usage.prompt_tokens == usage.prompt_tokens == prompt
     assert whole.usage.completion_tokens == usage.completion_tokens
     assert usage.total_tokens == prompt + usage.completion_tokens
@@ -136,7 +144,7 @@ async def test_models_and_tokenize(client: Any, http: aiohttp.ClientSession) -> 
     async with http.post("/v1/tokenize", json={"model": "m", "messages": MESSAGES}, headers=raw) as answer:
         assert answer.content_type == "application/octet-stream"
         tokens = np.frombuffer(await answer.read(), dtype="<i4")
-    assert tokens.tolist() == render(json.dumps(MESSAGES).encode()).tolist()
+    assert tokens.tolist() == render(MESSAGES)
 
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -159,15 +167,24 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
         (TEXT, {"model": "m", "prompt": {"a": 1}}, 400, "prompt", None),
         (TEXT, {"model": "m", "prompt": "x" * 8192}, 400, "prompt", "context_length_exceeded"),
         (TEXT, {"model": "m", "prompt": "x", "max_tokens": 8192}, 400, "max_tokens", "context_length_exceeded"),
-        (TEXT, {"model": "m", "prompt": "x", "n": 2}, 400, "n", None),
-        (TEXT, {"model": "m", "prompt": "x", "logprobs": 0}, 400, "logprobs", None),
+        (TEXT, {"model": "m", "prompt": "x", "n": 0}, 400, "n", "invalid_value"),
+        (TEXT, {"model": "m", "prompt": "x", "n": 200}, 400, "n", None),
+        (TEXT, {"model": "m", "prompt": "x", "best_of": 2}, 400, "best_of", None),
+        (TEXT, {"model": "m", "prompt": "x", "logprobs": 21}, 400, "logprobs", None),
         (TEXT, {"model": "m", "prompt": "x", "echo": True}, 400, "echo", None),
         (TEXT, {"model": "m", "prompt": "x", "temperature": 3}, 400, "temperature", None),
-        (TEXT, {"model": "m", "prompt": "x", "stop": 5}, 400, None, None),
+        (TEXT, {"model": "m", "prompt": "x", "stop": 5}, 400, "stop", None),
+        (TEXT, {"model": "m", "prompt": "<<script>>[5]<</script>>"}, 400, None, "invalid_script"),
         (TEXT, {"model": "m", "prompt": "x", "ignore_eos": True}, 400, "max_tokens", None),
-        (CHAT, {"model": "m", "messages": MESSAGES, "logprobs": True}, 400, "logprobs", None),
+        (CHAT, {"model": "m", "messages": MESSAGES, "logprobs": 3}, 400, "logprobs", None),
+        (CHAT, {"model": "m", "messages": MESSAGES, "top_logprobs": 3}, 400, "top_logprobs", None),
+        (CHAT, {"model": "m", "messages": MESSAGES, "tools": [5]}, 400, "tools[0]", None),
+        (CHAT, {"model": "m", "messages": MESSAGES, "tool_choice": "required"}, 400, "tool_choice", None),
+        (CHAT, {"model": "m", "messages": MESSAGES, "tool_choice": "maybe"}, 400, "tool_choice", None),
+        (CHAT, {"model": "m", "messages": MESSAGES, "response_format": {"type": "xml"}}, 400,
+         "response_format", None),
         (CHAT, {"model": "m", "messages": []}, 400, "messages", None),
-        (CHAT, {"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
+        (CHAT, {"model": "m", "messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, 400,
          "messages[0].content", "unsupported_content"),
         ("/v1/tokenize", {"model": "other", "prompt": "x"}, 404, "model", "model_not_found"),
         ("/abort_request", {"id": 5}, 400, "rid", None),

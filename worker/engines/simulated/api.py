@@ -1,8 +1,8 @@
-"""HTTP of the simulated engine: OpenAI's API, and the router's prefill call.
+"""HTTP of the simulated engine: the APIs of OpenAI, Anthropic and SGLang, and the router's prefill call.
 
 Rules that hold here
-- Every error is OpenAI's shape. A request that the node hands back is 503 with code `moved` and the header
-  `X-EI-Moved: 1`, before any byte of an answer: the router sends it elsewhere.
+- Every error has the shape of the API that was called. A request that the node hands back is 503 with code
+  `moved` and the header `X-EI-Moved: 1`, before any byte of an answer: the router sends it elsewhere.
 - A call with `X-EI-Request-Id` comes from a router; any other is a client's own and served in every phase.
 - A handler that ends, however it ends, leaves nothing of its call on the node. A closed connection cancels it.
 """
@@ -10,25 +10,50 @@ Rules that hold here
 from __future__ import annotations
 
 import uuid
+from hashlib import blake2b
 
 import msgspec
 import numpy as np
 from aiohttp import web
 
+from shared.api_errors import error_event, is_anthropic, new_request_id
 from shared.messages import PrefillCall, PrefillEvent
-from shared.openai import ApiError, Kind, TokenArray, check_length, parse_call, unknown_model
+from shared.openai import (
+    PATHS,
+    ApiError,
+    Kind,
+    TokenArray,
+    check_length,
+    parse_call,
+    read_json,
+    unknown_model,
+)
 from shared.pages import PathHasher
 from worker.engines.simulated import tokenizer
 from worker.engines.simulated.engine import Call, Engine
+from worker.engines.simulated.forms import Form, Job
 from worker.engines.simulated.phase import Kind as Work
 from worker.engines.simulated.requests import NeverFits, Request, Source
-from worker.engines.simulated.wire import Form, Job, job_of, prompt_of
+from worker.engines.simulated.wire import FORMS, job_of, prompt_of
 from worker.kv.path import EMPTY, Path
 
 REQUEST_ID = "X-EI-Request-Id"
 KV_SOURCE = "X-EI-KV-Source"
 CACHED_TOKENS = "X-EI-Cached-Tokens"
+SALT = "X-EI-Salt"  # of the tenant, with which its page hashes begin
+API_PATH = "X-EI-Path"  # of /v1/tokenize: the path that the body is meant for
+KNOWN_TOKENS = "X-EI-Known-Tokens"  # of /v1/tokenize: so many leading ids need not be sent
+KNOWN_DIGEST = "X-EI-Known-Digest"  # if this is their `known_digest`
+FROM = "X-EI-From"  # of its answer: the number of ids that were left out
+COUNT_TOKENS = "/v1/messages/count_tokens"
 CREATED = 1_767_225_600  # 2026-01-01: the model's, which OpenAI's clients expect to be told
+
+
+class _Rid(msgspec.Struct):
+    rid: str | None = None
+
+
+_rid_decoder = msgspec.json.Decoder(_Rid)
 _prefill_decoder = msgspec.msgpack.Decoder(PrefillCall)
 
 
@@ -54,20 +79,15 @@ class Api:
         return self._engine
 
     def routes(self, app: web.Application) -> None:
-        app.router.add_post("/v1/chat/completions", self.chat)
-        app.router.add_post("/v1/completions", self.completion)
+        for path in PATHS:
+            app.router.add_post(path, self.generate)
+        app.router.add_post(COUNT_TOKENS, self.count_tokens)
         app.router.add_post("/v1/tokenize", self.tokenize)
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/abort_request", self.abort)
         app.router.add_post("/ei/v1/prefill", self.prefill)
 
-    # ------------------------------------------------------------------------------ OpenAI
-
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "chat")
-
-    async def completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "completion")
+    # ------------------------------------------------------------------------------ clients
 
     async def models(self, _: web.Request) -> web.Response:
         entry = {
@@ -81,15 +101,41 @@ class Api:
         return _json({"object": "list", "data": [entry]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
+        """The prompt's ids, exactly those that the call of the same body uses."""
         body = await _body(request)
+        path = request.headers.get(API_PATH, "")
         kind: Kind = "chat" if b'"messages"' in body else "completion"
-        call = parse_call(body, kind)
-        self._check_model(call.model)
-        tokens = prompt_of(call, kind)
-        if "application/octet-stream" in request.headers.get("Accept", ""):
-            data = tokens.astype("<i4", copy=False).tobytes()
-            return web.Response(body=data, content_type="application/octet-stream")
-        return _json({"tokens": tokens.tolist(), "count": tokens.size, "max_model_len": self._max_context})
+        if path and path != COUNT_TOKENS and path not in PATHS:
+            raise ApiError(400, f"{API_PATH} {path!r} is no API here.", param=API_PATH)
+        if path:
+            kind = PATHS.get(path, "messages")
+        tokens = self._prompt(body, kind)
+        if "application/octet-stream" not in request.headers.get("Accept", ""):
+            return _json(
+                {"tokens": tokens.tolist(), "count": tokens.size, "max_model_len": self._max_context}
+            )
+        known = _number(request.headers.get(KNOWN_TOKENS), 0)
+        if (
+            known > tokens.size
+            or known_digest(tokens[:known]) != request.headers.get(KNOWN_DIGEST, "").lower()
+        ):
+            known = 0
+        return web.Response(
+            body=tokens[known:].astype("<i4", copy=False).tobytes(),
+            content_type="application/octet-stream",
+            headers={FROM: str(known)},
+        )
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        tokens = self._prompt(await _body(request), "messages")
+        answer = _json({"input_tokens": tokens.size})
+        answer.headers["request-id"] = new_request_id()
+        return answer
+
+    def _prompt(self, body: bytes, kind: Kind) -> TokenArray:
+        call = parse_call(body, kind, counting=True)
+        self._check_model(call.model, kind)
+        return prompt_of(call, kind).tokens
 
     async def abort(self, request: web.Request) -> web.Response:
         """Free the calls of a request id at once."""
@@ -99,21 +145,23 @@ class Api:
             raise ApiError(400, 'The body must be {"rid": "..."}.', param="rid") from None
         return _json({"rid": rid, "aborted": self.engine.abort_rid(rid)})
 
-    async def _generate(self, request: web.Request, kind: Kind) -> web.StreamResponse:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """A call of any of the APIs, which its path names."""
+        kind = PATHS[request.path]
         body = await _body(request)
         parsed = parse_call(body, kind)
-        self._check_model(parsed.model)
+        self._check_model(parsed.model, kind)
         job = job_of(parsed, kind, body, self._max_context)
         rid = request.headers.get(REQUEST_ID, "")
         source = request.headers.get(KV_SOURCE, "").rstrip("/")
-        path, tail = self._path(job)
+        path, tail = self._path(job, request.headers.get(SALT, ""))
         work = Request(
-            rid or uuid.uuid4().hex,
+            rid or (kind == "generate" and _rid_in(body)) or uuid.uuid4().hex,
             Work.GENERATE,
             job.tokens.size,
             path,
             tail=tail,
-            output=len(job.answer.ids),
+            output=job.output_tokens,
             room_tokens=job.room_tokens,
             routed=bool(rid),
             source=Source(source, job.tokens.size // self._page_size) if source else None,
@@ -122,15 +170,16 @@ class Api:
         try:
             await self._first_token(call)
             cached = _number(request.headers.get(CACHED_TOKENS), work.cached)
-            usage = parsed.stream_options is not None and parsed.stream_options.include_usage
-            form = Form(kind, work.rid, self._model, job, cached, with_usage=usage, routed=bool(rid))
+            form = FORMS[kind](work.rid, self._model, job, cached, body, routed=bool(rid))
             if parsed.stream:
                 return await self._stream(request, call, form)
             while not call.ended:
                 await call.news()
             if call.aborted:
                 raise _aborted()
-            return web.Response(body=form.whole(work.iterations), content_type="application/json")
+            return web.Response(
+                body=form.whole(work.iterations), content_type="application/json", headers=_headers(request)
+            )
         finally:
             self.engine.abort(call)
 
@@ -151,21 +200,23 @@ class Api:
 
     async def _stream(self, request: web.Request, call: Call, form: Form) -> web.StreamResponse:
         answer = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+            headers=_headers(request)
+            | {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         )
         await answer.prepare(request)
         sent = 0
         while True:
             produced, done = call.produced, call.ended_t is not None
             if call.aborted:
-                await answer.write(b"data: " + _aborted().body() + b"\n\n")
+                await answer.write(error_event(_aborted(), request.path, form.events_sent))
                 break
             if produced > sent or done:
-                data = form.chunk(produced, done=done)
+                data = form.chunk(form.job.output_tokens if done else produced)
                 sent = produced
                 if done:
                     data += form.end(call.request.iterations)
-                await answer.write(data)
+                if data:
+                    await answer.write(data)
             if done:
                 break
             await call.news()
@@ -218,8 +269,8 @@ class Api:
 
     # ------------------------------------------------------------------------------ helpers
 
-    def _check_model(self, model: str) -> None:
-        if model != self._model:
+    def _check_model(self, model: str, kind: Kind) -> None:
+        if model != self._model and not (kind == "generate" and not model):
             raise unknown_model(model, [self._model])
 
     def _submit(self, work: Request, param: str) -> Call:
@@ -233,14 +284,19 @@ class Api:
                 code="context_length_exceeded",
             ) from None
 
-    def _path(self, job: Job) -> tuple[Path, Path]:
+    def _path(self, job: Job, salt: str) -> tuple[Path, Path]:
         """The full pages of prompt and output together, and the tail of the prompt."""
-        hasher = PathHasher(self._page_size)
+        hasher = PathHasher(self._page_size, salt)
         hasher.extend(job.tokens)
         tail = _tail(hasher)
-        output: TokenArray = np.frombuffer(job.answer.ids, dtype=np.uint8).astype(np.int32)
-        hasher.extend(output)
+        for answer in job.answers:
+            hasher.extend(answer.ids)
         return Path.of_digests(hasher.digests), tail
+
+
+def known_digest(tokens: TokenArray) -> str:
+    """What `X-EI-Known-Digest` says of leading ids that the caller has."""
+    return blake2b(tokens.astype("<i4", copy=False).tobytes(), digest_size=16).hexdigest()
 
 
 def _tail(hasher: PathHasher) -> Path:
@@ -254,6 +310,16 @@ async def _body(request: web.Request) -> bytes:
     if not body:
         raise ApiError(400, "The request body is empty; send a JSON object.")
     return body
+
+
+def _headers(request: web.Request) -> dict[str, str]:
+    """What Anthropic's clients want to be told with every answer."""
+    return {"request-id": new_request_id()} if is_anthropic(request.path) else {}
+
+
+def _rid_in(body: bytes) -> str:
+    """The request id of a call of SGLang's API; empty when it has none."""
+    return read_json(_rid_decoder, body).rid or ""
 
 
 def _aborted() -> ApiError:
@@ -275,6 +341,7 @@ def _prefill_event(event: str, t: float, work: Request) -> PrefillEvent:
         cached_tokens=work.cached,
         fetched_tokens=work.fetched,
         restored_tokens=work.restored,
+        fetch_s=work.ready_t - work.pull_t if work.fetched and work.pull_t else 0.0,
     )
 
 

@@ -3,28 +3,34 @@
 Rules that hold here
 - Ids 0 to 255 are the bytes of UTF-8 text; the special tokens of the template follow. Any id below
   VOCABULARY may stand in a prompt given as ids.
-- The template only appends: rendering messages m1..mn gives a prefix of rendering m1..mn, mn+1 without its
-  generation prompt, so an agent's next step shares the pages of its last one. An answer's text, sent back as
-  an assistant message, continues the very ids that were generated.
-- The same input always gives the same ids: JSON is kept as the client wrote it, key order and all.
+- The template only appends: rendering turns t1..tn gives a prefix of rendering t1..tn, tn+1 without its
+  generation prompt, so an agent's next step shares the pages of its last one. An answer sent back as an
+  assistant's turn, its thoughts and tool calls too, continues the very ids that were generated.
+- The same input always gives the same ids, in whichever API it came.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from hashlib import shake_128
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from shared.openai import ApiError, TokenArray
+from worker.engines.simulated.conversation import Conversation, Image, Piece, Role, Text, Thought, ToolCall
 
 VOCABULARY = 131_072
+IMAGE_TOKENS = 64  # an image's pseudo-tokens, beside the special one before them
+_IMAGE_IDS = 1024  # the first id that they may have
 
 
 class Special(IntEnum):
-    """Special tokens; `BOS` begins a chat, `END` a message's end, `EOS` the end of an output."""
+    """Special tokens; `BOS` begins a chat, `END` a message's end, `EOS` the end of an output.
+
+    A thought stands between `THINK` and `THOUGHT`, a tool call is `CALL` name `ARGUMENTS` JSON.
+    """
 
     BOS = 256
     SYSTEM = 257
@@ -33,38 +39,29 @@ class Special(IntEnum):
     TOOL = 260
     END = 261
     EOS = 262
+    THINK = 263
+    THOUGHT = 264
+    CALL = 265
+    ARGUMENTS = 266
+    IMAGE = 267
 
 
 _ROLES = {
-    "system": Special.SYSTEM,
-    "developer": Special.SYSTEM,
-    "user": Special.USER,
-    "assistant": Special.ASSISTANT,
-    "tool": Special.TOOL,
-    "function": Special.TOOL,
+    Role.SYSTEM: Special.SYSTEM,
+    Role.USER: Special.USER,
+    Role.ASSISTANT: Special.ASSISTANT,
+    Role.TOOL: Special.TOOL,
 }
-
-
-class _Part(msgspec.Struct):
-    type: str = "text"
-    text: str | None = None
-
-
-class _Message(msgspec.Struct):
-    role: str
-    content: str | list[_Part] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
-
-
-_messages_decoder = msgspec.json.Decoder(list[_Message])
-_tools_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def encode(text: str) -> TokenArray:
     """int32[bytes of the text in UTF-8]; a lone surrogate becomes `?`."""
-    return _bytes_to_ids(text.encode("utf-8", "replace"))
+    return byte_ids(text.encode("utf-8", "replace"))
+
+
+def byte_ids(data: bytes) -> TokenArray:
+    """int32[bytes of the data]."""
+    return np.frombuffer(data, dtype=np.uint8).astype(np.int32)
 
 
 def decode(ids: Sequence[int] | npt.NDArray[np.integer]) -> str:
@@ -79,77 +76,43 @@ def check_ids(ids: TokenArray) -> None:
         raise ApiError(400, f"prompt holds a token id outside 0 to {VOCABULARY - 1}.", param="prompt")
 
 
-def render(messages: bytes | msgspec.Raw, tools: bytes | msgspec.Raw = b"") -> TokenArray:
-    """The ids of a chat: JSON of OpenAI's `messages` and `tools`, up to where the assistant begins to speak.
-
-    Raises ApiError 400 for messages or tools of another shape, an unknown role, and content that is not text.
-    """
-    try:
-        parsed = _messages_decoder.decode(bytes(messages))
-    except msgspec.DecodeError as error:
-        raise ApiError(400, f"messages are not valid: {error}", param="messages") from None
-    if not parsed:
-        raise ApiError(400, "messages must hold at least one message.", param="messages")
-    tool_text = _tools(bytes(tools))
-    ids: list[TokenArray] = [_special(Special.BOS)]
-    if tool_text and parsed[0].role not in ("system", "developer"):
-        ids += [_special(Special.SYSTEM), _bytes_to_ids(tool_text), _special(Special.END)]
-        tool_text = b""
-    for at, message in enumerate(parsed):
-        role = _ROLES.get(message.role)
-        if role is None:
-            raise ApiError(
-                400,
-                f"messages[{at}].role {message.role!r} is unknown (known: {', '.join(_ROLES)}).",
-                param=f"messages[{at}].role",
-            )
-        body = _body(message, at)
-        if tool_text:
-            body, tool_text = body + b"\n" + tool_text, b""
-        ids += [_special(role), _bytes_to_ids(body), _special(Special.END)]
-    ids.append(_special(Special.ASSISTANT))
+def render(conversation: Conversation) -> TokenArray:
+    """The ids of a conversation up to where the assistant begins, or goes on, to speak."""
+    turns = conversation.turns
+    tools = b"Tools:\n" + b"\n".join(tool.text for tool in conversation.tools) if conversation.tools else b""
+    ids = [_special(Special.BOS)]
+    if tools and (not turns or turns[0].role is not Role.SYSTEM):
+        ids += [_special(Special.SYSTEM), byte_ids(tools), _special(Special.END)]
+        tools = b""
+    for turn in turns:
+        ids.append(_special(_ROLES[turn.role]))
+        ids += [piece_ids(piece) for piece in turn.pieces]
+        if tools:
+            ids.append(byte_ids(b"\n" + tools))
+            tools = b""
+        ids.append(_special(Special.END))
+    if conversation.open:
+        ids.pop()
+    else:
+        ids.append(_special(Special.ASSISTANT))
     return np.concatenate(ids)
 
 
-def _tools(tools: bytes) -> bytes:
-    if tools.strip() in (b"", b"null", b"[]"):
-        return b""
-    try:
-        listed = _tools_decoder.decode(tools)
-    except msgspec.DecodeError as error:
-        raise ApiError(400, f"tools are not a list: {error}", param="tools") from None
-    return b"Tools:\n" + b"\n".join(bytes(tool) for tool in listed)
-
-
-def _body(message: _Message, at: int) -> bytes:
-    parts: list[str] = []
-    if message.name:
-        parts.append(f"[{message.name}] ")
-    if message.tool_call_id:
-        parts.append(f"[{message.tool_call_id}] ")
-    if isinstance(message.content, str):
-        parts.append(message.content)
-    elif message.content is None:
-        if not message.tool_calls and message.role != "assistant":
-            raise ApiError(400, f"messages[{at}] has no content.", param=f"messages[{at}].content")
-    else:
-        for number, part in enumerate(message.content):
-            if part.type not in ("text", "input_text", "output_text", "refusal") or part.text is None:
-                raise ApiError(
-                    400,
-                    f"messages[{at}].content[{number}] is of type {part.type!r}: this engine reads text only.",
-                    param=f"messages[{at}].content",
-                    code="unsupported_content",
-                )
-            parts.append(part.text)
-    body = "".join(parts).encode("utf-8", "replace")
-    for call in message.tool_calls or []:
-        body += b"\nTool call: " + bytes(call)
-    return body
-
-
-def _bytes_to_ids(data: bytes) -> TokenArray:
-    return np.frombuffer(data, dtype=np.uint8).astype(np.int32)
+def piece_ids(piece: Piece) -> TokenArray:
+    """The ids of one piece of a turn, in a prompt as in an answer."""
+    match piece:
+        case Text(text):
+            return encode(text)
+        case Thought(text):
+            return np.concatenate([_special(Special.THINK), encode(text), _special(Special.THOUGHT)])
+        case ToolCall(name, arguments):
+            return np.concatenate(
+                [_special(Special.CALL), encode(name), _special(Special.ARGUMENTS), byte_ids(arguments)]
+            )
+        case Image(digest):
+            made_up = np.frombuffer(shake_128(digest).digest(4 * IMAGE_TOKENS), dtype="<u4")
+            ids = (made_up % (VOCABULARY - _IMAGE_IDS) + _IMAGE_IDS).astype(np.int32)
+            return np.concatenate([_special(Special.IMAGE), ids])
 
 
 def _special(token: Special) -> TokenArray:
