@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "replay": ("loadtest.command", "replay", "replay an agent trace against a router"),
     "generate": ("loadtest.command", "generate", "write a synthetic agent trace"),
     "status": ("services.status", "main", "show nodes, phases, queues, split and KV hit rate"),
+    "keys": ("services.router.keys_command", "main", "add, list and revoke the router's API keys"),
     "split": ("services.split_command", "main", "ask the planner for a split, such as 3P1D"),
 }
 

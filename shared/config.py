@@ -38,6 +38,7 @@ SECTIONS = (
     "split",
     "verify",
     "show",
+    "keys",
 )
 _OTHER_VARIABLES = {"EI_CONFIG", "EI_TRACES"}
 _OTHER_PREFIXES = ("EI_TEST_", "EI_COMPOSE_")
