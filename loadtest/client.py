@@ -127,7 +127,8 @@ class _Turned(Exception):
 class Client:
     """Use as an async context manager. `timeout_s`: of one request, wall seconds."""
 
-    def __init__(self, url: str, *, connections: int, timeout_s: float) -> None:
+    def __init__(self, url: str, *, connections: int, timeout_s: float, api_key: str = "") -> None:
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._url = url.rstrip("/")
         self._connections = connections
         self._timeout_s = timeout_s
@@ -139,6 +140,7 @@ class Client:
             connector=aiohttp.TCPConnector(limit=self._connections),
             timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_TIMEOUT_S),
             read_bufsize=1 << 18,
+            headers=self._headers,
         )
         return self
 

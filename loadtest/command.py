@@ -47,6 +47,11 @@ class ReplaySettings(msgspec.Struct, kw_only=True):
     timeout: Annotated[float, Doc("wall seconds that one request may take")] = 600.0
     run_id: Annotated[str, Doc("start of the branches' names and seed of the tokens (default: made up)")] = ""
 
+    api_key: Annotated[str, Doc("key of the router, when it asks for one")] = ""
+    untagged: Annotated[
+        bool, Doc("send no branch headers, as a harness that says nothing; the router infers the branches")
+    ] = False
+
     def __post_init__(self) -> None:
         if self.agents < 1:
             raise ValueError(f"agents must be at least 1, not {self.agents}")
@@ -106,6 +111,8 @@ def replay(argv: Sequence[str]) -> int:
             speedup=settings.speedup,
             duration_s=settings.duration,
             max_pause_s=settings.max_pause,
+            api_key=settings.api_key,
+            untagged=settings.untagged,
             timeout_s=settings.timeout,
             run_id=settings.run_id,
         )

@@ -48,6 +48,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_pause_s: float | None = None
     timeout_s: float = 600.0  # wall seconds, of one request
     run_id: str = ""  # begins the instances' names; made up when empty
+    api_key: str = ""
+    untagged: bool = False  # no branch is named: the router has to find out
 
 
 class Replay:
@@ -64,7 +66,10 @@ class Replay:
         self.open_branches: set[str] = set()  # begun and not ended
         self.stopping = asyncio.Event()
         self.client = Client(
-            plan.url, connections=plan.agents * CONNECTIONS_PER_AGENT + 8, timeout_s=plan.timeout_s
+            plan.url,
+            connections=plan.agents * CONNECTIONS_PER_AGENT + 8,
+            timeout_s=plan.timeout_s,
+            api_key=plan.api_key,
         )
         self._run_id = plan.run_id or secrets.token_hex(4)
         self._sessions = 0
@@ -288,13 +293,15 @@ class _Playing:
         name = self._name(index)
         prompt = prompts.next()
         ideal_tokens = ideal.send(prompt)
-        headers = {"X-EI-Branch": name}
-        if branch.parent >= 0:
-            headers["X-EI-Parent-Branch"] = self._name(branch.parent)
         last = number == len(branch.steps) - 1
-        if last:
-            headers["X-EI-Branch-Final"] = "true"
-        replay.open_branches.add(name)
+        headers = {}
+        if not replay.plan.untagged:
+            headers["X-EI-Branch"] = name
+            if branch.parent >= 0:
+                headers["X-EI-Parent-Branch"] = self._name(branch.parent)
+            if last:
+                headers["X-EI-Branch-Final"] = "true"
+            replay.open_branches.add(name)
         try:
             answer = await replay.client.complete(
                 _body(replay.model, prompt.text, step.output_tokens), headers

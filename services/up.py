@@ -37,6 +37,7 @@ from shared.timing import profile
 
 STOP_S = 10.0
 READY_S = 60.0
+EXIT_BAD_SETTINGS = 2
 SETTLED_S = 20.0
 RESTART_FIRST_S, RESTART_MOST_S = 0.5, 15.0
 _REDIS_VARIABLE = re.compile("EI_(.*_)?REDIS(_USERNAME|_PASSWORD|_PASSWORD_FILE)?")
@@ -109,6 +110,8 @@ class Supervisor:
         self.logs = Path(settings.logs or tempfile.mkdtemp(prefix="evolving-logs-"))
         self.redis_url = redis_url(settings)
         self.url = self.page = ""
+        self._ready = False
+        self._refused = ""  # why a child ended at once: another start would not help
 
     def say(self, text: str) -> None:
         if not self._quiet:
@@ -161,12 +164,19 @@ class Supervisor:
             while time.monotonic() < deadline:
                 if self.stop_requested.is_set():
                     return
+                if self._refused:
+                    raise ConfigError(self._refused)
                 try:
                     async with http.get(self.url + "/ei/v1/cluster") as answer:
-                        nodes = len((await answer.json())["nodes"])
+                        closed = answer.status in (401, 403, 404)  # with keys, or an admin port
+                        nodes = 0 if closed else len((await answer.json())["nodes"])
+                    if closed:
+                        async with http.get(self.url + "/readyz") as answer:
+                            nodes = self.settings.nodes if answer.status == 200 else 0
                     async with http.get(self.page + "healthz") as answer:
                         page = answer.status == 200
                     if nodes == self.settings.nodes and page:
+                        self._ready = True
                         return
                     why = f"{nodes} of {self.settings.nodes} workers registered"
                 except (aiohttp.ClientError, OSError, TimeoutError, KeyError, ValueError) as error:
@@ -200,6 +210,12 @@ class Supervisor:
                 )
             code = await child.process.wait()
             if self._stopping.is_set():
+                return
+            if code == EXIT_BAD_SETTINGS and not self._ready:
+                told = _tail(child.log, begin)
+                self._refused = (
+                    f"{child.name} refuses its settings: {told[-1] if told else 'see ' + str(child.log)}"
+                )
                 return
             if time.monotonic() - started > SETTLED_S:
                 wait_s = RESTART_FIRST_S

@@ -23,7 +23,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import aiohttp
 import prometheus_client
@@ -58,6 +58,12 @@ def http_client(timeout_s: float = 10.0, connections: int = 256) -> aiohttp.Clie
         read_bufsize=2**18,
         auto_decompress=False,
     )
+
+
+class Listener(Protocol):
+    """What serves HTTP until `cleanup`."""
+
+    async def cleanup(self) -> None: ...
 
 
 class Service:
@@ -161,24 +167,31 @@ class Service:
         self.routes(app)
         return app
 
-    async def _listen(self) -> web.AppRunner:
+    async def _listen(self) -> Listener:
+        """Serve HTTP from now on; sets `url`. Raises ConfigError when the address cannot be used."""
+        sock = self._bind(self.settings.host, self.settings.port)
+        self.url = self._url_of(sock)
+        return await self._serve_app(sock)
+
+    async def _serve_app(self, sock: socket.socket) -> web.AppRunner:
         runner = web.AppRunner(self._app(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
         await runner.setup()
-        family = socket.AF_INET6 if ":" in self.settings.host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        await web.SockSite(runner, sock, backlog=1024).start()
+        return runner
+
+    @staticmethod
+    def _bind(host: str, port: int) -> socket.socket:
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            sock.bind((self.settings.host, self.settings.port))
+            sock.bind((host, port))
         except OSError as error:
             sock.close()
-            await runner.cleanup()
-            raise ConfigError(
-                f"cannot listen on {self.settings.host}:{self.settings.port}: {error.strerror or error}"
-            ) from None
-        await web.SockSite(runner, sock, backlog=1024).start()
-        port = sock.getsockname()[1]
-        self.url = f"http://{self._advertised_host()}:{port}"
-        return runner
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        return sock
+
+    def _url_of(self, sock: socket.socket) -> str:
+        return f"http://{self._advertised_host()}:{sock.getsockname()[1]}"
 
     def _advertised_host(self) -> str:
         if self.settings.advertise:
@@ -192,12 +205,12 @@ class Service:
     async def serve(self) -> int:
         """Run to the end; returns the exit code. Raises ConfigError or BusError when it cannot start."""
         loop = asyncio.get_running_loop()
-        runner = await self._listen()
+        listener = await self._listen()
         self._started_t = self.clock.now()
         try:
             self.bus = await Bus.connect(redis_url(self.settings), self.settings.cluster)
         except (BusError, ConfigError):
-            await runner.cleanup()
+            await listener.cleanup()
             raise
         self.http = http_client()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -223,7 +236,7 @@ class Service:
                     await self.unregister()
         finally:
             await self._cancel(set(self._tasks))
-            await runner.cleanup()
+            await listener.cleanup()
             await self.http.close()
             await self.bus.close()
             for number in (signal.SIGINT, signal.SIGTERM):

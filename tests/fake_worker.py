@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from collections.abc import AsyncIterator
 
@@ -18,21 +19,28 @@ from shared.messages import KvSnapshot, NodeInfo, NodeState, Phase, PrefillCall
 class FakeWorker:
     def __init__(self, bus: Bus, node: str, phase: Phase = Phase.BOTH) -> None:
         self.bus, self.node, self.phase = bus, node, phase
-        self.prefill_script: list[str] = []  # done (default), moved, failed, close, hang
-        self.decode_script: list[str] = []  # ok (default), moved, die, hang, error
+        self.prefill_script: list[str] = []  # done (default), moved, failed, close, hang, silent
+        self.decode_script: list[str] = []  # ok (default), moved, die, hang, error, silent
         self.prefills: list[PrefillCall] = []
         self.decodes: list[tuple[dict[str, str], bytes]] = []
         self.cancelled = 0
+        self.others: list[
+            tuple[str, str, bytes]
+        ] = []  # method, path with query, body of calls of no known API
         self.chunks = 5
+        self.frozen = False  # nothing is answered, as by a stopped process
+        self.sent_tokens: list[int] = []  # ids in each answer of the tokenizer
         self.resume = asyncio.Event()
 
     async def __aenter__(self) -> FakeWorker:
         app = web.Application(client_max_size=2**28)
         app.router.add_post("/ei/v1/prefill", self._prefill)
-        app.router.add_post("/v1/chat/completions", self._decode)
-        app.router.add_post("/v1/completions", self._decode)
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"):
+            app.router.add_post(path, self._decode)
         app.router.add_post("/v1/tokenize", self._tokenize)
         app.router.add_get("/ei/v1/kv/snapshot", self._snapshot)
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_route("*", "/v1/{rest:.*}", self._other)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -59,15 +67,33 @@ class FakeWorker:
     async def _snapshot(self, request: web.Request) -> web.StreamResponse:
         return await send_snapshot(request, KvSnapshot(self.node, self.info.incarnation, 0, b"", b""))
 
+    async def _healthz(self, request: web.Request) -> web.Response:
+        if self.frozen:
+            await asyncio.Event().wait()
+        return web.Response(text="ok\n")
+
+    async def _other(self, request: web.Request) -> web.Response:
+        self.others.append((request.method, request.path_qs, await request.read()))
+        return web.json_response({"node": self.node, "method": request.method}, status=202)
+
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read())
-        text = body["prompt"] if "prompt" in body else json.dumps(body["messages"])
-        return web.Response(body=_ids(text), content_type="application/octet-stream")
+        text = body.get("prompt") or body.get("text") or json.dumps(body.get("messages") or body.get("input"))
+        data = _ids(text)
+        known = 4 * int(request.headers.get("X-EI-Known-Tokens", 0))
+        if hashlib.blake2b(data[:known], digest_size=16).hexdigest() != request.headers.get(
+            "X-EI-Known-Digest"
+        ):
+            known = 0
+        self.sent_tokens.append(len(data[known:]) // 4)
+        headers = {"X-EI-From": str(known // 4)}
+        return web.Response(body=data[known:], content_type="application/octet-stream", headers=headers)
 
     async def _prefill(self, request: web.Request) -> web.StreamResponse:
         call = msgspec.msgpack.decode(await request.read(), type=PrefillCall)
         self.prefills.append(call)
         how = self.prefill_script.pop(0) if self.prefill_script else "done"
+        await self._silent(how)
         answer = web.StreamResponse()
         await answer.prepare(request)
         if how in ("done", "hang", "close", "failed"):
@@ -88,10 +114,19 @@ class FakeWorker:
             await answer.write(b'{"event":"done","cached_tokens":32}\n')
         return answer
 
+    async def _silent(self, how: str) -> None:
+        if how == "silent":
+            try:
+                await self.resume.wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+
     async def _decode(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.decodes.append((dict(request.headers), body))
         how = self.decode_script.pop(0) if self.decode_script else "ok"
+        await self._silent(how)
         if how == "moved":
             return web.json_response({"error": {"message": "moving", "code": "moved"}}, status=503)
         if how == "error":

@@ -5,37 +5,79 @@ Rules that hold here
   the node registry by the service's loop.
 - A node may prefill (decode) when the plan in force and the phase that it reports both allow it: a node that
   changes phase gets nothing new that it would hand back.
-- A node that could not be reached is left out for `SUSPECT_S` wall seconds, or until its next state.
+- A node that could not be reached, or does not answer, is left out as `health.py` says. One that goes down takes
+  the calls to it with it: their tasks are woken (`Node.calls`), so that a frozen node holds up nobody.
+- What other routers placed counts like what this one sent, until the node has reported since.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
 import msgspec
 
+from services.router.fetch_times import FetchTimes
+from services.router.health import Breaker
 from services.router.placement import DecodeNode, Prefill, PrefillNode
 from shared.clock import Clock
 from shared.kvfollow import KvFollower
 from shared.kvindex import KvIndex
-from shared.messages import Models, NodeInfo, NodeState, Phase, RolePlan, Slice
-from shared.timing import GLM_52_4XGB300, PROFILES, PrefillModel, Profile
+from shared.messages import BranchPlaced, Models, NodeInfo, NodeState, Phase, RolePlan, Slice
+from shared.timing import GLM_52_4XGB300, PROFILES, FetchModel, PrefillModel, Profile
 
-SUSPECT_S = 2.0
+REPORTED_S = 1.0  # wall seconds after which a node's state lists what another router sent it
 # f of Equation 3 before the cluster has measured it: agents mostly come back while their KV is in GPU memory.
 START_RESTORED_FRACTION = 0.1
+
+
+class NodeDown(Exception):
+    """The node stopped answering while it worked on a call."""
+
+
+class Foreign(msgspec.Struct, frozen=True):
+    """Work that another router sent to the node."""
+
+    prefill: Prefill | None  # None for a decode
+    tokens: int
+    t: float
 
 
 class Node(msgspec.Struct):
     info: NodeInfo
     profile: Profile
+    breaker: Breaker
     state: NodeState | None = None
-    suspect_until: float = 0.0  # cluster time
+    heard_t: float = 0.0  # wall time of its last state or answered probe
     model: PrefillModel | None = None  # fitted by the planner; the profile's until then
     restored_fraction: float = START_RESTORED_FRACTION  # f, as last measured
     prefills: dict[str, Prefill] = {}  # sent by this router and not finished
     decodes: dict[str, int] = {}  # bound by this router and not finished -> tokens of KV
+    foreign: dict[str, Foreign] = {}  # request -> what another router sent
+    calls: set[Callable[[], None]] = set()  # each wakes a task that waits for the node
+
+    @contextlib.asynccontextmanager
+    async def calling(self) -> AsyncIterator[None]:
+        """Raises NodeDown inside when the node goes down."""
+        task = asyncio.current_task()
+        assert task is not None
+        went_down = False
+
+        def wake() -> None:
+            nonlocal went_down
+            went_down = True
+            task.cancel()
+
+        self.calls.add(wake)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if went_down and task.uncancel() == 0:
+                raise NodeDown(f"node {self.info.node} does not answer any more") from None
+            raise
+        finally:
+            self.calls.discard(wake)
 
 
 class Cluster:
@@ -47,6 +89,8 @@ class Cluster:
         self.plan: RolePlan | None = None
         self.switches = 0  # nodes seen to go from prefill to decode or back
         self._models: dict[str, PrefillModel] = {}
+        self._fetch_times: dict[str, FetchTimes] = {}  # by profile
+        self._handoff = FetchTimes(FetchModel(0.05, 1e-6, 0))
         self._changed = asyncio.Event()
 
     # ------------------------------------------------------------------ what comes in
@@ -58,13 +102,17 @@ class Cluster:
             node = self.nodes.get(name)
             if node is None or node.info.incarnation != info.incarnation:
                 profile = PROFILES.get(info.profile, GLM_52_4XGB300)
-                self.nodes[name] = Node(info, profile, model=self._models.get(name))
+                self.nodes[name] = Node(
+                    info, profile, Breaker(), heard_t=self.wall(), model=self._models.get(name)
+                )
+                if node is not None:
+                    self._wake(node)
                 new.append(info)
             else:
                 node.info = info
         gone = [name for name in self.nodes if name not in infos]
         for name in gone:
-            del self.nodes[name]
+            self._wake(self.nodes.pop(name))
             self.follower.lost(name)
         if new or gone:
             self.notify()
@@ -76,7 +124,11 @@ class Cluster:
             before = self._phase(node)
             self.switches += before != state.phase and Phase.BOTH not in (before, state.phase)
             node.state = state
-            node.suspect_until = 0.0
+            node.heard_t = self.wall()
+            node.breaker.succeeded(node.heard_t)
+            if node.foreign:
+                old = state.t - REPORTED_S * self._clock.speedup
+                node.foreign = {rid: work for rid, work in node.foreign.items() if work.t > old}
             self.notify()
 
     def planned(self, plan: RolePlan) -> None:
@@ -98,11 +150,82 @@ class Cluster:
             if one.iterations and one.node in self.nodes:
                 self.nodes[one.node].restored_fraction = min(1.0, max(0.0, one.f))
 
-    def suspect(self, name: str) -> None:
-        """The node could not be reached just now."""
+    def placed(self, placed: BranchPlaced) -> None:
+        """Another router sent a request to a node."""
+        node = self.nodes.get(placed.node)
+        if node is None or not placed.rid:
+            return
+        decode = placed.phase is Phase.DECODE
+        prefill = None if decode else Prefill(placed.rid, placed.tokens, placed.cached)
+        node.foreign[placed.rid] = Foreign(prefill, placed.tokens, placed.t)
+        if decode:  # then its prefill has begun, wherever that is
+            for other in self.nodes.values():
+                if other is not node and placed.rid in other.foreign:
+                    del other.foreign[placed.rid]
+
+    def fetched(self, name: str, tokens: int, seconds: float) -> None:
+        """A fetch was seen on that node."""
         node = self.nodes.get(name)
-        if node is not None:
-            node.suspect_until = self._clock.now() + SUSPECT_S * self._clock.speedup
+        if node is not None and tokens >= node.profile.fetch.min_tokens:
+            self._times(node).observed(tokens, seconds)
+
+    def fetch_model(self, node: Node) -> FetchModel:
+        """tau, as learned."""
+        return self._times(node).model
+
+    def mean_held(self, model: str, holders: Mapping[str, int]) -> int:
+        """Leading pages that a decode node of the model holds, the mean over all: what a decode need not pull."""
+        held = [
+            holders.get(name, 0)
+            for name, node in self.nodes.items()
+            if node.info.model == model and self.phases(node)[1]
+        ]
+        return sum(held) // len(held) if held else 0
+
+    def handoff_s(self, tokens: int) -> float:
+        """Cluster seconds from the end of a prefill to the answer's first byte, when the decode node has to pull so many
+        tokens; as seen so far."""
+        return self._handoff.model.seconds(max(tokens, 1))
+
+    def handed_off(self, tokens: int, seconds: float) -> None:
+        """That was seen once more."""
+        self._handoff.observed(max(tokens, 1), seconds)
+
+    def _times(self, node: Node) -> FetchTimes:
+        return self._fetch_times.setdefault(node.profile.name, FetchTimes(node.profile.fetch))
+
+    def failed(self, name: str) -> bool:
+        """The node did not answer a call or a probe. Whether it went down with that."""
+        node = self.nodes.get(name)
+        if node is None or not node.breaker.failed(self.wall()):
+            return False
+        self._wake(node)
+        return True
+
+    def answered(self, name: str) -> bool:
+        """The node answered a probe. Whether it came up with that."""
+        node = self.nodes.get(name)
+        if node is None:
+            return False
+        node.heard_t = self.wall()
+        if not node.breaker.succeeded(node.heard_t):
+            return False
+        self.notify()
+        return True
+
+    def silent(self, seconds: float) -> list[Node]:
+        """Nodes not heard of for that many wall seconds."""
+        now = self.wall()
+        return [node for node in self.nodes.values() if now - node.heard_t > seconds]
+
+    def wall(self) -> float:
+        """Wall seconds, for what has nothing to do with the speed-up."""
+        return self._clock.now() / self._clock.speedup
+
+    def _wake(self, node: Node) -> None:
+        for wake in list(node.calls):
+            wake()
+        self.notify()
 
     def notify(self) -> None:
         self._changed.set()
@@ -122,10 +245,10 @@ class Cluster:
 
     def live(self, without: Iterable[str] = ()) -> list[Node]:
         """Nodes that can be reached as far as is known."""
-        now = self._clock.now()
+        now = self.wall()
         left_out = set(without)
         return [
-            node for name, node in self.nodes.items() if name not in left_out and node.suspect_until <= now
+            node for name, node in self.nodes.items() if name not in left_out and node.breaker.usable(now)
         ]
 
     def prefill_nodes(self, model: str, without: Iterable[str] = ()) -> list[PrefillNode]:
@@ -137,7 +260,10 @@ class Cluster:
                 idle_gap_s=node.profile.idle_gap_s,
                 restored_fraction=node.restored_fraction,
                 state=node.state,
-                sent=list(node.prefills.values()),
+                sent=[
+                    *node.prefills.values(),
+                    *(work.prefill for work in node.foreign.values() if work.prefill),
+                ],
             )
             for node in self.live(without)
             if node.info.model == model and self.phases(node)[0]
@@ -145,10 +271,15 @@ class Cluster:
 
     def decode_nodes(self, model: str, without: Iterable[str] = ()) -> list[DecodeNode]:
         return [
-            DecodeNode(node.info.node, node.state, node.decodes, node.info.l1_tokens)
+            DecodeNode(node.info.node, node.state, self._decodes(node), node.info.l1_tokens)
             for node in self.live(without)
             if node.info.model == model and self.phases(node)[1]
         ]
+
+    @staticmethod
+    def _decodes(node: Node) -> dict[str, int]:
+        foreign = {rid: work.tokens for rid, work in node.foreign.items() if work.prefill is None}
+        return foreign | node.decodes if foreign else node.decodes
 
     def models(self) -> dict[str, NodeInfo]:
         """Served models, each with a node that serves it."""

@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
-import aiohttp
-import msgspec
+from collections.abc import Sequence
+from typing import Protocol
 
+from services.router.identity import Identity
+from services.router.placement import Candidate
 from services.router.upstream import Usage
 from shared.messages import Outcome, RequestDone
 
 
-class Flight(msgspec.Struct):
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+class Flight:
     """Filled in as the request goes on; times are cluster seconds, 0.0 for what has not happened."""
 
-    rid: str
-    branch: str
-    t_arrive: float
-    prompt_tokens: int
-    prefill_node: str = ""
-    decode_node: str = ""
-    t_prefill_start: float = 0.0
-    t_prefill_end: float = 0.0
-    t_first_token: float = 0.0
-    cached_tokens: int = 0
-    fetched_tokens: int = 0
-    restored_tokens: int = 0
-    usage: Usage = Usage()
-    outcome: Outcome = Outcome.FAILED
-    error: str = ""
-    prefilled: aiohttp.ClientResponse | None = None  # open as long as the prefill node is to keep the pages
+    def __init__(self, rid: str, t_arrive: float, key: str = "") -> None:
+        self.rid = rid
+        self.request_id = rid  # the client's own name for it, echoed
+        self.key = key
+        self.tenant = ""
+        self.salt = ""
+        self.branch = ""
+        self.identity: Identity | None = None
+        self.t_arrive = t_arrive
+        self.prompt_tokens = 0
+        self.prefill_node = ""
+        self.decode_node = ""
+        self.candidates: Sequence[Candidate] = ()
+        self.predicted_ttft_s = 0.0
+        self.to_pull = (
+            0  # tokens of KV that the decode node will lack, as guessed when the prefill was placed
+        )
+        self.t_prefill_start = 0.0
+        self.t_prefill_end = 0.0
+        self.t_first_token = 0.0
+        self.cached_tokens = 0
+        self.fetched_tokens = 0
+        self.restored_tokens = 0
+        self.usage = Usage()
+        self.outcome = Outcome.FAILED
+        self.error = ""
+        self.trace_headers: list[tuple[bytes, bytes]] = []
+        self.prefilled: Closable | None = None  # open as long as the prefill node is to keep the pages
 
     def let_pages_go(self) -> None:
         """The decode node has what it needs of the prefill node, or nobody will ask for it."""
@@ -49,9 +67,12 @@ class Flight(msgspec.Struct):
             cached_tokens=self.cached_tokens,
             fetched_tokens=self.fetched_tokens,
             restored_tokens=self.restored_tokens,
-            output_tokens=self.usage.completion_tokens,
+            output_tokens=self.usage.output,
             decode_iterations=self.usage.decode_iterations,
             prefill_node=self.prefill_node,
             decode_node=self.decode_node,
             error=self.error,
+            predicted_ttft_s=self.predicted_ttft_s,
+            key=self.key,
+            kind=self.identity.kind.value if self.identity is not None else "",
         )

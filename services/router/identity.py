@@ -1,36 +1,133 @@
-"""Which agent branch a request belongs to (paper, sections 4.3 and E.1).
+"""Which agent branch a request belongs to (paper, sections 4.3 and E.1), whatever harness sends it.
 
 Rules that hold here
 - No I/O, no clock: `now` is an argument, in cluster seconds.
-- A tagged request (`X-EI-Branch`) belongs to the branch it names, whatever its prompt.
-- An untagged request continues the untagged branch whose whole last path its own path begins with (the longest
-  one), as the next step of a conversation does. Any other starts a branch of its own: one that shares only a
-  part of another's path is a fork or a new conversation.
-- Inferred branches that are idle for `idle_s`, and the oldest beyond `limit`, are forgotten here; the
-  directory ends them by its own idle time.
+- The first row of this table that the request fills decides. An id that is no id (too long, unprintable, no
+  string) does not fill its row, except in our own headers, where it is the client's error. `exact` ids name one
+  agent; `session` ids name a conversation that others may share.
+
+  | source | id | says | branch |
+  |---|---|---|---|
+  | ei | X-EI-Branch | exact | the id itself |
+  | dynamo | X-Dynamo-Session-ID; nvext.agent_context: trajectory_id or session_id | exact | `dynamo:ID` |
+  | claude | x-claude-code-agent-id in a session (next row) | exact | `claude:SESSION/AGENT` |
+  | claude | x-claude-code-session-id, or metadata.user_id | session | `claude:SESSION` |
+  | codex | thread-id, else the thread_id of x-codex-turn-metadata | exact | `codex:THREAD`, `.../memory` |
+  | opencode | x-session-affinity or X-Session-Id, from OpenCode | session | `session:ID` |
+  | routing_key | X-SMG-Routing-Key | session | `route:ID` |
+  | session | X-Session-ID | session | `session:ID` |
+  | program | body program_id | session | `program:ID` |
+  | conversation | body conversation | session | `conversation:ID` |
+  | body_session | body session_id | session | `session:ID` |
+  | cache_key | body prompt_cache_key | session | `cache:ID` |
+  | correlation | X-Correlation-ID | session | `correlation:ID` |
+  | path | nothing | | `auto-...` |
+
+- An exact id is believed, whatever the prompt. Within a session (and among the requests that say nothing) the
+  branch is found by the path. Branches that are found so never leave their session: the first request of one is
+  its *main* branch, named by the session alone; others are `SESSION~auto-...`.
+- **Goes on.** A request that begins with the whole last path of an idle branch continues it: the next step, a
+  retry, another try of the same prompt. The longest such path counts. Where the tokens are given, the few after
+  the last full page must be there, too (all but the last ones, which a chat template may write differently once
+  there is an answer). A branch with a request in flight is not idle: parallel samples of one prompt, and what
+  goes on from a prompt that has no answer yet, are branches of their own.
+- **Edits.** A request that leaves an idle branch only in its last `EDIT_PAGES`, and after more than the whole
+  prompt of the step before, continues it: the last message was edited, or a template wrote it anew. To share
+  that much is to share an answer, which two conversations that only begin alike do not.
+- **Rewrites**, in sessions only, of idle branches. The request shares half of the branch's path, and more than
+  its first prompt (reasoning left out of a history, say). What shares less may be a sub-agent as well as a
+  compaction, and is a branch of its own, except for the main branch of Claude Code or OpenCode, whose sub-agents
+  have ids of their own. There, a request that is not *short* (`short_pages`: titles, quota checks and other
+  helpers of the harness are) rewrites the main branch when an eighth of it is the main branch's prefix (tools and
+  system prompt survive a compaction); with Claude Code also when it is about as long as the main branch or
+  longer (a changed tool or system prompt breaks every prefix). A first request that is short gives its place as
+  main branch to the first one that is not.
+- **Announced compactions** (`compacting`). The next request that does not go on from a branch of the session
+  rewrites the main branch, unless it is short and shares nothing.
+- **Errors are undone.** What an edit or a rewrite left is remembered: when a request goes on from there, it gets
+  the branch back, and what had taken it for one request gets a branch of its own.
+- **Ids that change with every request.** A new id whose prompt goes on from a branch of the same row takes that
+  branch over, as long as the branch's own id came only once. For X-Correlation-ID, which names a call rather
+  than a conversation, the path is enough; for the other session rows that no harness vouches for, the tokens
+  must show that the shared part is no mere common beginning.
+- Requests below one page have no path: without an id each is a branch; in a session that has a path they share
+  one beside it.
+- Bounded: branches idle for `idle_s`, and the least recently used beyond `limit` or `max_pages`, are forgotten
+  here; the directory ends them by its own idle time. A request costs two vectorised passes over its path.
+- Page names are chained, so one equal page proves an equal prefix.
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from itertools import islice
 
 import msgspec
+import numpy as np
 
+from services.router.branches import common_pages
 from shared.messages import PageArray
-from shared.openai import ApiError
+from shared.openai import ApiError, TokenArray
 
 BRANCH = "X-EI-Branch"
 PARENT = "X-EI-Parent-Branch"
 FINAL = "X-EI-Branch-Final"
+DYNAMO_FINAL = "X-Dynamo-Session-Final"
+INFERRED = "auto-"  # every router's prefix of inferred ids begins so
 MAX_ID_LENGTH = 256
+MAX_FOREIGN_LENGTH = 100  # of a harness's id, so that two of them and a prefix are a branch id
+EDIT_PAGES = 64
+SHORT_PAGES = 32
+TEMPLATE_TOKENS = 4  # at a prompt's end: a chat template may write them differently in the next prompt
+PROOF_TOKENS = 4  # this many equal tokens after the last full page are no coincidence
+OBSERVED_BUSY_S = 10.0  # another router's request is taken to be in flight, for the same prompt
+MAX_TRIED = 256  # branches looked at that end, or began, with the same page
+
+_POOLS = ("route", "session", "cache", "correlation")  # prefixes of ids that may change with every request
+_SESSIONS = ("claude", "program", "conversation", *_POOLS)  # prefixes of what branches are inferred in
+
+_NO_PATH: PageArray = np.empty(0, dtype=np.int64)
+_NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
+_ABSENT = msgspec.Raw(b"")
+_CLAUDE_USER = re.compile(r"_session_([0-9A-Za-z-]+)$")
+_MARKS = str.maketrans({"%": "%25", "/": "%2F", "~": "%7E"})
+
+
+class RequestKind(StrEnum):
+    """What the harness says that the request is for."""
+
+    TURN = "turn"
+    PREWARM = "prewarm"
+    COMPACTION = "compaction"
+    MEMORY = "memory"
+
+
+class Hints(msgspec.Struct):
+    """The body fields that may name a branch, as raw JSON: an odd value must not fail a request.
+
+    `previous_response_id` names no branch (it changes with every request).
+    """
+
+    metadata: msgspec.Raw = _ABSENT
+    nvext: msgspec.Raw = _ABSENT
+    program_id: msgspec.Raw = _ABSENT
+    prompt_cache_key: msgspec.Raw = _ABSENT
+    session_id: msgspec.Raw = _ABSENT
+    conversation: msgspec.Raw = _ABSENT
+    previous_response_id: msgspec.Raw = _ABSENT
 
 
 class Identity(msgspec.Struct, frozen=True):
     branch: str
     parent: str | None = None
     final: bool = False  # the branch ends with this request
-    tagged: bool = True
+    tagged: bool = True  # the client named the branch or its session
+    kind: RequestKind = RequestKind.TURN
+    source: str = "ei"  # the row of the table
+    session: str | None = None  # main branch of the session, None without one
 
 
 def check_branch_id(value: str, where: str) -> str:
@@ -43,64 +140,612 @@ def check_branch_id(value: str, where: str) -> str:
     return value
 
 
-class _Inferred(msgspec.Struct):
+def foreign_id(value: object) -> str:
+    """A harness's id as a part of a branch id, empty when it is none. "/" and "~" part branch ids: escaped."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
+        value = str(value)
+    if not isinstance(value, str):
+        return ""
+    value = value.strip()
+    if not value or len(value) > MAX_FOREIGN_LENGTH or not value.isprintable():
+        return ""
+    value = value.translate(_MARKS)
+    return value if len(value) <= MAX_FOREIGN_LENGTH else ""
+
+
+def claude_branch(session: str, agent: str = "") -> str:
+    """Branch of a Claude Code session or of one of its agents; both are `foreign_id`s."""
+    return f"claude:{session}/{agent}" if agent else f"claude:{session}"
+
+
+# ------------------------------------------------------------------------------- what a request says
+
+
+class _Claim(msgspec.Struct, frozen=True):
+    """What a row says. With `branch` it is exact; otherwise the path decides within `session`."""
+
+    source: str
+    session: str  # main branch of the session; empty: none
+    branch: str = ""
+    parent: str = ""
+    kind: RequestKind = RequestKind.TURN
+    final: bool = False
+    own_agents: bool = False  # the harness's sub-agents have ids of their own
+    prefix_breaks: bool = False  # its long requests are its main agent's, even with another beginning
+    vouched: bool = True  # the id stays the same from request to request
+
+    @property
+    def pool(self) -> str:
+        """Where a changing id's earlier branch is looked for; empty: nowhere."""
+        return "" if self.vouched else self.session.partition(":")[0]
+
+
+_PATH_ONLY = _Claim("path", "")
+
+
+def _claim(headers: Mapping[str, str], hints: Hints) -> _Claim:
+    """The first row that the request fills, below our own headers."""
+    return (
+        _dynamo(headers, hints)
+        or _claude(headers, hints)
+        or _codex(headers)
+        or _opencode(headers)
+        or _generic("routing_key", "route", headers.get("x-smg-routing-key"))
+        or _generic("session", "session", headers.get("x-session-id"))
+        or _generic("program", "program", _value(hints.program_id), vouched=True)
+        or _generic("conversation", "conversation", _conversation(hints), vouched=True)
+        or _generic("body_session", "session", _value(hints.session_id))
+        or _generic("cache_key", "cache", _value(hints.prompt_cache_key))
+        or _generic("correlation", "correlation", headers.get("x-correlation-id"))
+        or _PATH_ONLY
+    )
+
+
+def _dynamo(headers: Mapping[str, str], hints: Hints) -> _Claim | None:
+    name, parent, final, session = foreign_id(headers.get("x-dynamo-session-id")), "", False, ""
+    if name:
+        parent = foreign_id(headers.get("x-dynamo-parent-session-id"))
+    else:
+        context = _object(_object(_value(hints.nvext)).get("agent_context"))
+        session = foreign_id(context.get("session_id"))
+        name = foreign_id(context.get("trajectory_id")) or session
+        parent = foreign_id(context.get("parent_trajectory_id")) or foreign_id(
+            context.get("parent_session_id")
+        )
+        final = context.get("session_final") is True
+    if not name:
+        return None
+    return _Claim(
+        "dynamo",
+        f"dynamo:{session or name}",
+        branch=f"dynamo:{name}",
+        parent=f"dynamo:{parent}" if parent else "",
+        final=final,
+    )
+
+
+def _claude(headers: Mapping[str, str], hints: Hints) -> _Claim | None:
+    session = foreign_id(headers.get("x-claude-code-session-id")) or claude_session(_value(hints.metadata))
+    if not session:
+        return None
+    main = claude_branch(session)
+    agent = foreign_id(headers.get("x-claude-code-agent-id"))
+    if not agent:
+        return _Claim("claude", main, own_agents=True, prefix_breaks=True)
+    parent = foreign_id(headers.get("x-claude-code-parent-agent-id"))
+    return _Claim("claude", main, branch=claude_branch(session, agent), parent=claude_branch(session, parent))
+
+
+def claude_session(metadata: object) -> str:
+    """Session in Anthropic's `metadata`: `user_id` is JSON with a session_id, or ends in `_session_<uuid>`."""
+    user = _object(metadata).get("user_id")
+    if not isinstance(user, str):
+        return ""
+    if user.lstrip().startswith("{"):
+        return foreign_id(_object(_json(user.encode(errors="replace"))).get("session_id"))
+    found = _CLAUDE_USER.search(user.strip())
+    return foreign_id(found[1]) if found else ""
+
+
+_CODEX_KINDS = {
+    "prewarm": RequestKind.PREWARM,
+    "compaction": RequestKind.COMPACTION,
+    "compact": RequestKind.COMPACTION,
+    "memory": RequestKind.MEMORY,
+    "memory_consolidation": RequestKind.MEMORY,
+}
+
+
+def _codex(headers: Mapping[str, str]) -> _Claim | None:
+    """Children share the root's session-id and prompt_cache_key: only the thread names a branch."""
+    turn = _object(_json(headers.get("x-codex-turn-metadata", "").encode(errors="replace")))
+    thread = foreign_id(headers.get("thread-id")) or foreign_id(turn.get("thread_id"))
+    if not thread:
+        return None
+    root = foreign_id(headers.get("session-id")) or foreign_id(turn.get("session_id"))
+    subagent = headers.get("x-openai-subagent", "").strip()
+    parent = foreign_id(headers.get("x-codex-parent-thread-id")) or foreign_id(turn.get("parent_thread_id"))
+    if not parent and subagent and root != thread:
+        parent = root
+    said = turn.get("request_kind")
+    kind = _CODEX_KINDS.get(said if isinstance(said, str) else subagent, RequestKind.TURN)
+    branch = f"codex:{thread}"
+    if kind is RequestKind.MEMORY:  # about the thread, not a step of it
+        branch, parent = f"{branch}/memory", thread
+    return _Claim(
+        "codex",
+        f"codex:{root or thread}",
+        branch=branch,
+        parent=f"codex:{parent}" if parent else "",
+        kind=kind,
+    )
+
+
+def _opencode(headers: Mapping[str, str]) -> _Claim | None:
+    affinity, parent = headers.get("x-session-affinity"), foreign_id(headers.get("x-parent-session-id"))
+    if not affinity and not parent and not headers.get("user-agent", "").lower().startswith("opencode/"):
+        return None
+    session = foreign_id(headers.get("x-session-id")) or foreign_id(affinity)
+    if not session:
+        return None
+    return _Claim(
+        "opencode", f"session:{session}", parent=f"session:{parent}" if parent else "", own_agents=True
+    )
+
+
+def _generic(source: str, prefix: str, value: object, vouched: bool = False) -> _Claim | None:
+    session = foreign_id(value)
+    return _Claim(source, f"{prefix}:{session}", vouched=vouched) if session else None
+
+
+def _conversation(hints: Hints) -> object:
+    value = _value(hints.conversation)
+    return value.get("id") if isinstance(value, dict) else value
+
+
+def _value(raw: msgspec.Raw) -> object:
+    return _json(bytes(raw))
+
+
+def _json(data: bytes) -> object:
+    """The decoded value, None for what is no JSON."""
+    if not data:
+        return None
+    try:
+        value: object = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return value
+
+
+def _object(value: object) -> dict[str, object]:
+    return value if isinstance(value, dict) else {}
+
+
+def _said_yes(value: str | None) -> bool:
+    return (value or "").strip().lower() in ("1", "true", "yes")
+
+
+# ------------------------------------------------------------------------------- what is known of branches
+
+
+class _Branch(msgspec.Struct, eq=False):
+    """A branch as its last requests left it. Sizes are pages."""
+
     branch: str
-    tail: int
+    session: str
+    exact: bool
     last_t: float
+    pool: str = ""
+    path: PageArray = _NO_PATH  # of its last request
+    rest: TokenArray | None = None  # its tokens after the last full page, None when unknown
+    page_size: int = 0  # tokens
+    first: int = 0  # size of the first path since the branch was new or rewritten
+    before: int = 0  # size of the path before the last one that made it grow
+    left: tuple[int, int] = (0, 0)  # size and last page of the path that an edit or rewrite left
+    in_flight: int = 0
+    requests: int = 0
+    compacting: int = 0  # steps during which an announced compaction is waited for
+    observed_t: float = -np.inf  # last request at another router
+
+    def ends_at(self, size: int, page: int) -> bool:
+        return self.path.size == size and int(self.path[-1]) == page
+
+    def begins(self, path: PageArray) -> bool:
+        """Whether this branch's whole path begins that one."""
+        size = self.path.size
+        return size == 0 or (path.size >= size and bool(path[size - 1] == self.path[-1]))
+
+
+class _Prompt(msgspec.Struct, frozen=True, eq=False):
+    """A request's prompt: pages and, where given, tokens."""
+
+    path: PageArray
+    tokens: TokenArray | None
+    page_size: int
+
+    @property
+    def rest(self) -> TokenArray | None:
+        return None if self.tokens is None else self.tokens[self.path.size * self.page_size :].copy()
+
+    def equal_rest(self, known: _Branch) -> int:
+        """How many tokens after the branch's last full page are here again; -1 when they are not, 0 when unknown."""
+        if self.tokens is None or known.rest is None or known.page_size != self.page_size:
+            return 0
+        rest = known.rest[: max(0, known.rest.size - TEMPLATE_TOKENS)]
+        at = known.path.size * self.page_size
+        return int(rest.size) if np.array_equal(self.tokens[at : at + rest.size], rest) else -1
+
+
+class _Marks:
+    """Pages that mark branches, found in a whole path at once: a filter by the page's low bits, then a dict."""
+
+    def __init__(self, limit: int) -> None:
+        bits = max(8, (64 * limit - 1).bit_length())
+        self._filter = np.zeros(1 << bits, dtype=np.uint8)  # marks by low bits; 255 and more stays
+        self._mask = (1 << bits) - 1
+        self._by_key: dict[int, dict[str, _Branch]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def add(self, key: int, branch: _Branch) -> None:
+        marked = self._by_key.get(key)
+        if marked is None:
+            marked = self._by_key[key] = {}
+            if self._filter[key & self._mask] < 255:
+                self._filter[key & self._mask] += 1
+        marked.pop(branch.branch, None)
+        marked[branch.branch] = branch  # the latest is last
+
+    def remove(self, key: int, branch: _Branch) -> None:
+        marked = self._by_key.get(key)
+        if marked is None or marked.pop(branch.branch, None) is None or marked:
+            return
+        del self._by_key[key]
+        if self._filter[key & self._mask] < 255:
+            self._filter[key & self._mask] -= 1
+
+    def find(self, path: PageArray, salt: int) -> Iterator[tuple[int, list[_Branch]]]:
+        """Size of the path up to each mark and the branches there, latest first; from the path's end."""
+        keys = path ^ np.int64(salt)
+        for at in np.flatnonzero(self._filter[keys & self._mask])[::-1].tolist():
+            marked = self._by_key.get(int(keys[at]))
+            if marked is not None:
+                yield at + 1, list(islice(reversed(marked.values()), MAX_TRIED))
+
+
+def _salt(space: str) -> int:
+    """Keeps the marks of two sessions apart."""
+    return hash(space) if space else 0
 
 
 class Identifier:
     """Names the branch of each request."""
 
-    def __init__(self, prefix: str, idle_s: float = 7200.0, limit: int = 50_000) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        idle_s: float = 7200.0,
+        limit: int = 50_000,
+        max_pages: int = 2**25,
+        short_pages: int = SHORT_PAGES,
+    ) -> None:
+        """`prefix` of inferred ids begins with `INFERRED` and is this router's alone."""
         self._prefix, self._idle_s, self._limit = prefix, idle_s, limit
+        self._max_pages, self._short_pages = max_pages, short_pages
         self._made = 0
-        self._by_branch: OrderedDict[str, _Inferred] = OrderedDict()  # least recently used first
-        self._by_tail: dict[int, str] = {}  # last page of a branch's path -> branch
+        self._pages = 0  # of all known paths
+        self._known: OrderedDict[str, _Branch] = OrderedDict()  # least recently used first
+        self._sessions: dict[str, dict[str, _Branch]] = {}
+        self._ends = _Marks(
+            limit
+        )  # last pages of paths, of left paths, and of those that a new id may take over
+        self._firsts = _Marks(limit)  # last pages of branches' first paths
 
-    def identify(self, headers: Mapping[str, str], path: PageArray, now: float) -> Identity:
-        """Raises ApiError 400 for a header that is no branch id."""
-        final = headers.get(FINAL, "").strip().lower() in ("1", "true", "yes")
-        tagged = headers.get(BRANCH)
+    # ------------------------------------------------------------------ requests
+
+    def identify(
+        self,
+        headers: Mapping[str, str],
+        hints: Hints,
+        path: PageArray,
+        now: float,
+        tokens: TokenArray | None = None,
+        page_size: int = 0,
+    ) -> Identity:
+        """The request's branch, in flight from now until `done`. `headers` has lower-case names.
+
+        `tokens` are the whole prompt's, `page_size` of them a page: with them, two conversations that differ only
+        after their last full page are told apart. Raises ApiError 400 when our own headers hold no branch id.
+        """
+        final = _said_yes(headers.get(FINAL.lower())) or _said_yes(headers.get(DYNAMO_FINAL.lower()))
+        tagged = headers.get(BRANCH.lower())
         if tagged is not None:
-            parent = headers.get(PARENT)
+            parent = headers.get(PARENT.lower())
             return Identity(
-                check_branch_id(tagged, BRANCH),
-                check_branch_id(parent, PARENT) if parent else None,
-                final,
+                check_branch_id(tagged, BRANCH), check_branch_id(parent, PARENT) if parent else None, final
             )
-        return Identity(self._infer(path, now), None, final, tagged=False)
+        claim = _claim(headers, hints)
+        self._expire(now)
+        if claim.branch:
+            if claim.source == "claude":  # its session's end is its own
+                self._touch(self._note(claim.branch, claim.session, now, exact=True), now)
+            branch, parent = claim.branch, claim.parent
+        else:
+            prompt = _Prompt(path, tokens if page_size else None, page_size)
+            branch = self._infer(claim, prompt, now, final)
+            parent = claim.parent or (claim.session if branch != claim.session else "")
+        return Identity(
+            branch,
+            parent or None,
+            final or claim.final,
+            claim.source != "path",
+            claim.kind,
+            claim.source,
+            claim.session or None,
+        )
+
+    def done(self, branch: str, now: float) -> None:
+        """A request of the branch is over, however it ended."""
+        known = self._known.get(branch)
+        if known is not None:
+            known.in_flight = max(0, known.in_flight - 1)
+            self._touch(known, now)
 
     def end(self, branch: str) -> None:
         """The branch is over: no later request continues it."""
-        known = self._by_branch.pop(branch, None)
-        if known is not None and self._by_tail.get(known.tail) == branch:
-            del self._by_tail[known.tail]
+        known = self._known.pop(branch, None)
+        if known is None:
+            return
+        self._unmark(known)
+        self._pages -= known.path.size
+        session = self._sessions[known.session]
+        del session[branch]
+        if not session:
+            del self._sessions[known.session]
 
-    def _infer(self, path: PageArray, now: float) -> str:
-        self._expire(now)
-        branch = None
-        for page in reversed(path.tolist()):
-            branch = self._by_tail.get(page)
-            if branch is not None:
-                break
-        if branch is None:
-            self._made += 1
-            branch = f"{self._prefix}{self._made}"
+    def observe(self, branch: str, path: PageArray, now: float) -> None:
+        """Learn where a branch stands that another router serves. Ids that no Identifier infers in are ignored."""
+        if branch.startswith(INFERRED):
+            session = ""
         else:
-            self.end(branch)
-        if path.size:
-            tail = int(path[-1])
-            taken = self._by_tail.get(tail)
-            if taken is not None:
-                self.end(taken)
-            self._by_branch[branch] = _Inferred(branch, tail, now)
-            self._by_tail[tail] = branch
-        return branch
+            prefix, colon, name = branch.partition(":")
+            if not colon or prefix not in _SESSIONS:
+                return
+            session = f"{prefix}:{name.partition('~')[0].partition('/')[0]}"
+        self._expire(now)
+        if session and branch.startswith(session + "/"):
+            self._touch(self._note(branch, session, now, exact=True), now)
+            return
+        if path.size == 0 and not session:
+            return
+        pool = session.partition(":")[0]
+        known = self._note(branch, session, now, pool=pool if pool in _POOLS else "")
+        self._move(known, _Prompt(path, None, 0), now)
+        known.observed_t = now
+
+    # ------------------------------------------------------------------ hooks
+
+    def branches_of(self, session: str) -> list[str]:
+        """The session's main branch, known or not, and every other branch of it that is known."""
+        return [session, *(name for name in self._sessions.get(session, ()) if name != session)]
+
+    def compacting(self, branch: str) -> None:
+        """The branch is about to be rewritten: after its summary has been asked for, so within two more steps."""
+        known = self._known.get(branch)
+        if known is not None:
+            known.compacting = 2
+
+    # ------------------------------------------------------------------ inference
+
+    def _infer(self, claim: _Claim, prompt: _Prompt, now: float, final: bool) -> str:
+        path, session = prompt.path, claim.session
+        if path.size == 0 and not session:
+            return self._new_name("")
+        known = self._main(session)
+        if path.size == 0:
+            if known is not None and known.path.size and not final:
+                known = self._note(session + "~small", session, now)
+        else:
+            known = self._continued(claim, prompt, final, now)
+        if known is None:
+            known = self._note(self._new_name(session), session, now, pool=claim.pool)
+        if path.size or known.path.size == 0:
+            self._move(known, prompt, now)
+        known.in_flight += 1
+        return known.branch
+
+    def _main(self, session: str) -> _Branch | None:
+        return self._sessions.get(session, {}).get(session)
+
+    def _new_name(self, session: str) -> str:
+        """The session's name for its first branch; a changing id may have taken it over."""
+        if session and session not in self._known:
+            return session
+        self._made += 1
+        return f"{session}~{self._prefix}{self._made}" if session else f"{self._prefix}{self._made}"
+
+    def _continued(self, claim: _Claim, prompt: _Prompt, final: bool, now: float) -> _Branch | None:
+        """The branch that the request is a step of; None when it begins one."""
+        session, main = claim.session, self._main(claim.session)
+        if claim.pool and session not in self._sessions:
+            return self._taken_over(claim, prompt, now)
+        for size, ending in self._ends.find(prompt.path, _salt(session)):
+            found, busy = self._going_on(ending, session, size, prompt, now)
+            if found is not None:
+                return found
+            if busy:
+                return None
+        if main is not None and (main.path.size == 0 or final):
+            return main
+        return self._rewritten(claim, prompt)
+
+    def _going_on(
+        self, ending: list[_Branch], session: str, size: int, prompt: _Prompt, now: float
+    ) -> tuple[_Branch | None, bool]:
+        """Of the branches that end there: the idle one that goes on, else whether a busy one would."""
+        page, busy, left = int(prompt.path[size - 1]), False, None
+        for known in ending:
+            if known.session != session:
+                continue
+            if known.ends_at(size, page):
+                if prompt.equal_rest(known) < 0:
+                    continue
+                if not self._busy(known, prompt.path, now):
+                    return known, False
+                busy = True
+            elif known.left == (size, page):
+                left = left or known
+        if busy or left is None:
+            return None, busy
+        self._undo(left, prompt.path[:size], now)
+        return left, False
+
+    @staticmethod
+    def _busy(known: _Branch, path: PageArray, now: float) -> bool:
+        if known.in_flight:
+            return True
+        return path.size == known.path.size and now - known.observed_t < OBSERVED_BUSY_S
+
+    def _undo(self, known: _Branch, left: PageArray, now: float) -> None:
+        """An edit or rewrite of the branch was something else: that gets a branch of its own, this one its path."""
+        self._unmark(known)
+        other = self._note(self._new_name(known.session), known.session, now, pool=known.pool)
+        other.path, other.rest, other.page_size = known.path, known.rest, known.page_size
+        other.first = other.before = known.path.size
+        other.requests = known.requests
+        self._mark(other)
+        known.path, known.rest, known.left = left, None, (0, 0)
+        known.first = known.before = left.size
+        self._pages += left.size
+        self._mark(known)
+
+    def _taken_over(self, claim: _Claim, prompt: _Prompt, now: float) -> _Branch | None:
+        """The branch of an id that came only once, when this new id's prompt goes on from it."""
+        for size, ending in self._ends.find(prompt.path, _salt(claim.pool)):
+            page = int(prompt.path[size - 1])
+            for known in ending:
+                if known.pool != claim.pool or not known.ends_at(size, page):
+                    continue
+                if self._busy(known, prompt.path, now) or size == prompt.path.size:
+                    continue
+                equal = prompt.equal_rest(known)
+                if equal < 0 or (claim.source != "correlation" and equal < PROOF_TOKENS):
+                    continue
+                self._unmark(known)
+                del self._sessions[known.session][known.branch]
+                if not self._sessions[known.session]:
+                    del self._sessions[known.session]
+                known.session = claim.session
+                self._sessions.setdefault(claim.session, {})[known.branch] = known
+                known.requests = 0  # of this id
+                self._mark(known)
+                return known
+        return None
+
+    def _rewritten(self, claim: _Claim, prompt: _Prompt) -> _Branch | None:
+        """The idle branch of which the request is an edit, a rewrite or a compaction."""
+        path, session, main = prompt.path, claim.session, self._main(claim.session)
+        shared = common_pages(main.path, path) if main is not None else 0
+        short = path.size < self._short_pages
+        if main is not None and main.compacting and (shared or not short):
+            return main
+        best, most = None, 0
+        for _, begun in self._firsts.find(path, _salt(session)):
+            for known in begun:
+                if known.session != session or known.in_flight:
+                    continue
+                common = common_pages(known.path, path)
+                edited = common > known.before and known.path.size - common <= EDIT_PAGES
+                kept = bool(session) and common > known.first and 2 * common >= known.path.size
+                if common > most and (edited or kept):
+                    best, most = known, common
+        if best is not None or main is None or short or not claim.own_agents:
+            return best
+        if main.path.size < self._short_pages:
+            return self._emptied(main) if main.requests == 1 else None
+        as_long = claim.prefix_breaks and 5 * path.size >= 4 * main.path.size
+        return main if not main.in_flight and (8 * shared >= path.size or as_long) else None
+
+    def _emptied(self, known: _Branch) -> _Branch:
+        """The branch without its path, which nobody goes on from."""
+        self._unmark(known)
+        self._pages -= known.path.size
+        known.path, known.rest = _NO_PATH, None
+        self._mark(known)
+        return known
+
+    # ------------------------------------------------------------------ the books
+
+    def _note(self, branch: str, session: str, now: float, exact: bool = False, pool: str = "") -> _Branch:
+        known = self._known.get(branch)
+        if known is None:
+            known = self._known[branch] = _Branch(branch, session, exact, now, pool)
+            self._sessions.setdefault(session, {})[branch] = known
+        return known
+
+    def _touch(self, known: _Branch, now: float) -> None:
+        known.last_t = now
+        self._known.move_to_end(known.branch)
+
+    def _move(self, known: _Branch, prompt: _Prompt, now: float) -> None:
+        """The branch stands at the prompt now."""
+        path = prompt.path
+        self._unmark(known)
+        old = known.path
+        if old.size == 0:
+            known.first = known.before = path.size
+        elif known.begins(path):
+            if path.size > old.size:
+                known.before = old.size
+            known.compacting = max(0, known.compacting - 1)
+        else:
+            common = common_pages(old, path)
+            known.left = (old.size, int(old[-1]))
+            if common <= known.first:
+                known.first = path.size
+            if common <= known.before:
+                known.before = path.size
+            known.compacting = 0
+        known.requests += 1
+        known.path, known.rest, known.page_size = path, prompt.rest, prompt.page_size
+        self._pages += path.size - old.size
+        self._mark(known)
+        self._touch(known, now)
+
+    def _keys(self, known: _Branch) -> tuple[list[int], int | None]:
+        """Keys of the branch's marks among the ends, and among the firsts."""
+        salt, ends = _salt(known.session), []
+        if known.left[0]:
+            ends.append(known.left[1] ^ salt)
+        if not known.path.size:
+            return ends, None
+        page = int(known.path[-1])
+        ends.append(page ^ salt)
+        if known.pool and known.requests == 1:
+            ends.append(page ^ _salt(known.pool))
+        begun = 0 < known.first <= known.path.size
+        return ends, int(known.path[known.first - 1]) ^ salt if begun else None
+
+    def _mark(self, known: _Branch) -> None:
+        ends, first = self._keys(known)
+        for key in ends:
+            self._ends.add(key, known)
+        if first is not None:
+            self._firsts.add(first, known)
+
+    def _unmark(self, known: _Branch) -> None:
+        ends, first = self._keys(known)
+        for key in ends:
+            self._ends.remove(key, known)
+        if first is not None:
+            self._firsts.remove(first, known)
 
     def _expire(self, now: float) -> None:
-        while self._by_branch:
-            oldest = next(iter(self._by_branch.values()))
-            if len(self._by_branch) < self._limit and now - oldest.last_t <= self._idle_s:
+        while self._known:
+            oldest = next(iter(self._known.values()))
+            full = len(self._known) >= self._limit or self._pages > self._max_pages
+            if not full and now - oldest.last_t <= self._idle_s:
                 return
             self.end(oldest.branch)

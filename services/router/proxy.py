@@ -4,9 +4,10 @@ Rules that hold here
 - The client's request goes to the decode node as it came; its answer goes back as it comes. Only the tail of
   an answer is looked at, for accounting.
 - A prefill that ends without `done`, and a decode call that fails before its first byte, is tried on another
-  node; each request at most `max_attempts` times a phase.
-- Whatever happens, the request leaves the books of its nodes, and one record of it is published.
-- A client that goes away cancels the handler, which closes the call to the node, which frees everything there.
+  node; each request at most `max_attempts` times a phase. A node that goes down lets go of the calls to it at once.
+- Whatever happens, the request leaves the books of its nodes, its key's limits and its branch, and one record of it
+  is published.
+- A client that goes away cancels the handler, which closes the calls to the nodes, which frees everything there.
 """
 
 from __future__ import annotations
@@ -15,50 +16,51 @@ import asyncio
 import uuid
 from typing import TYPE_CHECKING
 
-import aiohttp
 import msgspec
 import numpy as np
 import prometheus_client
-from aiohttp import web
 
+from services.router.answer import Answering, Headers
+from services.router.calls import Api, Call, ids_given, plain_body, read_call
+from services.router.cluster import Node, NodeDown
+from services.router.explain import explained
 from services.router.flight import Flight
 from services.router.placement import Candidate, Costs, Prefill, bind_decode, candidates
-from services.router.upstream import NETWORK_ERRORS, Moved, ask_any, relayed, usage_in
-from shared.messages import BranchPlaced, FetchPlan, Outcome, Phase, PrefillCall, PrefillEvent
-from shared.openai import (
-    ApiError,
-    Call,
-    Kind,
-    TokenArray,
-    check_length,
-    parse_call,
-    prompt_ids,
-    unknown_model,
-)
-from shared.pages import page_hashes
-from shared.timing import GLM_52_4XGB300
+from services.router.tenants import qualified
+from services.router.tokens import head_keys
+from services.router.upstream import Moved, relayed, usage_in
+from services.router.upstream_http import UpstreamError
+from shared.messages import BranchPlaced, FetchPlan, NodeInfo, Outcome, Phase, PrefillCall, PrefillEvent
+from shared.openai import ApiError, check_length, unknown_model
 
 if TYPE_CHECKING:
-    from services.router.identity import Identity
+    from services.router.access import KeyEntry, Ticket
+    from services.router.http import Exchange
     from services.router.service import RouterService
-    from shared.messages import PageArray
+    from services.router.tokens import Known
+    from services.router.upstream_http import Answer
 
-TAIL_BYTES = 4096
 DEFAULT_OUTPUT_TOKENS = 512  # room to look for when the client sets no limit
-CHUNK_BYTES = 2**16
-_PATHS: dict[Kind, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
-_HOP_HEADERS = {
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
-    "transfer-encoding", "upgrade", "host", "content-length", "expect",
+CONNECT_S = 3.0
+MOST_BYTES, MOST_ERROR_BYTES = 2**28, 2**20
+TOKENIZE_S = 30.0
+# Between router and worker only, or about one connection only: a client's own are dropped. The key stays here.
+_DROPPED = {
+    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding",
+    b"upgrade", b"host", b"content-length", b"expect", b"authorization", b"x-api-key", b"x-ei-request-id", b"x-ei-kv-source",
+    b"x-ei-cached-tokens", b"x-ei-branch", b"x-ei-salt", b"x-ei-explain", b"x-ei-timeout", b"content-encoding",
 }  # fmt: skip
-# Between router and worker only: a client's own are dropped. So is its content-encoding: the body is decoded here.
-_INTERNAL_HEADERS = {"x-ei-request-id", "x-ei-kv-source", "x-ei-cached-tokens", "content-encoding"}
+_NOT_PASSED_BACK = {
+    b"connection",
+    b"keep-alive",
+    b"transfer-encoding",
+    b"content-length",
+    b"upgrade",
+    b"trailer",
+}
+_MSGPACK: Headers = [(b"Content-Type", b"application/msgpack")]
 _events = msgspec.json.Decoder(PrefillEvent)
 _body_encoder = msgspec.msgpack.Encoder()
-
-
-def api_response(body: object, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
 class Proxy:
@@ -67,7 +69,7 @@ class Proxy:
         self._settings = service.router_settings
         self._cluster = service.cluster
         self._clock = service.clock
-        self.in_flight = 0
+        self._placements = 0
         registry = service.metrics
         self._done = prometheus_client.Counter(
             "ei_router_requests", "Requests by outcome", ["outcome"], registry=registry
@@ -79,134 +81,152 @@ class Proxy:
         self._ttft = prometheus_client.Histogram(
             "ei_router_ttft_seconds", "Time to first token", buckets=buckets, registry=registry
         )
+        self._mispredicted = prometheus_client.Counter(
+            "ei_router_ttft_mispredicted", "First tokens off their predicted time by more than 20 % + 50 ms",
+            registry=registry,
+        )  # fmt: skip
 
-    # ------------------------------------------------------------------ entry points
+    # ------------------------------------------------------------------ entry
 
-    async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        """Pass `/v1/tokenize` to a worker."""
-        body = await _read(request)
-        call = parse_call_loosely(body)
-        self._check_model(call)
-        status, content_type, answer = await self._tokenize(
-            call.model, body, request.headers.get("Accept", "")
-        )
-        return web.Response(body=answer, status=status, content_type=content_type)
-
-    async def handle(self, request: web.Request, kind: Kind) -> web.StreamResponse:
+    async def handle(self, exchange: Exchange, api: Api, key: KeyEntry) -> None:
+        """Serve a request to the end of its answer. Raises ApiError while nothing was answered."""
         t_arrive = self._clock.now()
-        if self.in_flight >= self._settings.max_requests:
-            raise ApiError(
-                429,
-                f"{self.in_flight} requests are in flight here already; try again soon.",
-                type="rate_limit_error",
-                code="too_many_requests",
-                retry_after_s=1,
-            )
-        self.in_flight += 1
+        encoding = exchange.headers.get("content-encoding")
+        if encoding is not None:
+            exchange.body = plain_body(exchange.body, encoding, self._settings.max_body_bytes)
+        ticket = await self._s.gate.enter(key)
+        flight: Flight | None = None
         try:
-            return await self._serve(request, kind, t_arrive)
-        finally:
-            self.in_flight -= 1
-
-    async def _serve(self, request: web.Request, kind: Kind, t_arrive: float) -> web.StreamResponse:
-        body = await _read(request)
-        call = parse_call(body, kind)
-        self._check_model(call)
-        tokens = await self._tokens(call, kind, body)
-        info = self._cluster.models()[call.model]
-        check_length(tokens.size, info.max_context)
-        limit = call.output_limit
-        if limit is not None and tokens.size + limit > info.max_context:
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {info.max_context} tokens; the prompt has "
-                f"{tokens.size} and max_tokens asks for {limit} more.",
-                param="max_tokens",
-                code="context_length_exceeded",
+            call = read_call(exchange.body, api)
+            info = self._model(call.model)
+            flight = Flight(f"r-{uuid.uuid4().hex}", t_arrive, key.name)
+            flight.request_id = exchange.headers.get("x-request-id", "")[:256] or flight.rid
+            answering = Answering(
+                exchange,
+                streams=bool(call.stream),
+                keepalive_s=self._settings.keepalive_s,
+                headers=[(b"X-Request-Id", flight.request_id.encode("latin-1", "replace"))],
             )
-        path = page_hashes(tokens, info.page_size)
-        identity = self._s.identifier.identify(request.headers, path, t_arrive)
-        self._s.branch_out.publish(
-            self._s.branches.request(identity.branch, identity.parent, identity.tagged, path, t_arrive)
-        )
-        flight = Flight(f"r-{uuid.uuid4().hex}", identity.branch, t_arrive, tokens.size)
-        try:
-            answer = await self._route(request, call, kind, body, tokens, path, flight)
-            refused = 400 <= answer.status < 500
-            flight.outcome = Outcome.REJECTED if refused else Outcome.FAILED if flight.error else Outcome.OK
-            return answer
-        except ApiError as error:
-            flight.outcome = Outcome.REJECTED if error.status < 500 else Outcome.FAILED
-            flight.error = error.message
-            raise
+            with self._s.tracer.request(flight, exchange) as span:
+                try:
+                    async with asyncio.timeout(self._deadline(exchange)):
+                        await self._serve(exchange, api, call, info, key, ticket, flight, answering)
+                except TimeoutError:
+                    self._end(flight, answering, _deadline_passed())
+                except ApiError as error:
+                    self._end(flight, answering, error)
+                finally:
+                    answering.close()
+                    span.ended(flight)
         except (asyncio.CancelledError, ConnectionError):
-            flight.outcome = Outcome.CLIENT_GONE
+            if flight is not None:
+                flight.outcome = Outcome.CLIENT_GONE
             raise
         finally:
-            self._finish(flight, identity)
+            self._s.gate.leave(ticket, flight.usage.output if flight is not None else 0)
+            if flight is not None:
+                self._finish(flight)
 
-    def _finish(self, flight: Flight, identity: Identity) -> None:
+    def _end(self, flight: Flight, answering: Answering, error: ApiError) -> None:
+        flight.outcome = Outcome.REJECTED if error.status < 500 else Outcome.FAILED
+        flight.error = error.message
+        answering.fail(error)
+
+    def _deadline(self, exchange: Exchange) -> float | None:
+        """Seconds from now; None for no limit. Raises ApiError 400."""
+        limit = self._settings.deadline_s
+        wanted = exchange.headers.get("x-ei-timeout")
+        if wanted is not None:
+            try:
+                seconds = float(wanted)
+            except ValueError:
+                seconds = 0.0
+            if not 0 < seconds < 1e6:
+                raise ApiError(
+                    400, f"X-EI-Timeout must be seconds above 0, not {wanted!r}.", param="X-EI-Timeout"
+                )
+            limit = min(seconds, limit) if limit else seconds
+        return limit or None
+
+    def _finish(self, flight: Flight) -> None:
         flight.let_pages_go()
         for name in (flight.prefill_node, flight.decode_node):
             node = self._cluster.nodes.get(name)
             if node is not None:
                 node.prefills.pop(flight.rid, None)
                 node.decodes.pop(flight.rid, None)
-        if identity.final:
-            self._s.end_branch(identity.branch)
+        if flight.identity is not None:
+            self._s.identities.done(flight.tenant, flight.identity, self._clock.now())
+            if flight.identity.final:
+                self._s.end_branch(flight.branch)
         self._done.labels(flight.outcome.value).inc()
         if flight.t_first_token:
-            self._ttft.observe(flight.t_first_token - flight.t_arrive)
+            ttft = flight.t_first_token - flight.t_arrive
+            self._ttft.observe(ttft)
+            if abs(ttft - flight.predicted_ttft_s) > 0.2 * ttft + 0.05:
+                self._mispredicted.inc()
         self._s.requests_out.publish(flight.record(self._clock.now()))
 
-    def _check_model(self, call: Call) -> None:
+    def _model(self, model: str) -> NodeInfo:
         known = self._cluster.models()
-        if call.model not in known:
-            if not known:
-                raise ApiError(
-                    503,
-                    "No worker has registered yet.",
-                    type="server_error",
-                    code="no_worker",
-                    retry_after_s=1,
-                )
-            raise unknown_model(call.model, sorted(known))
+        if not known:
+            raise ApiError(
+                503, "No worker has registered yet.", type="server_error", code="no_worker", retry_after_s=1
+            )
+        if not model and len(known) == 1:
+            return next(iter(known.values()))
+        if model not in known:
+            raise unknown_model(model, sorted(known))
+        return known[model]
 
-    # ------------------------------------------------------------------ tokens
+    # ------------------------------------------------------------------ the request's way
 
-    async def _tokens(self, call: Call, kind: Kind, body: bytes) -> TokenArray:
-        if kind == "completion":
-            ids = prompt_ids(call.prompt)
-            if ids is not None:
-                return ids
-        status, _, data = await self._tokenize(call.model, body, "application/octet-stream")
-        if status != 200:
-            raise relayed(status, data)
-        return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
-
-    async def _tokenize(self, model: str, body: bytes, accept: str) -> tuple[int, str, bytes]:
-        return await ask_any(self._cluster, self._s.http, model, "/v1/tokenize", body, accept)
-
-    # ------------------------------------------------------------------ the two phases
-
-    async def _route(
+    async def _serve(
         self,
-        request: web.Request,
+        exchange: Exchange,
+        api: Api,
         call: Call,
-        kind: Kind,
-        body: bytes,
-        tokens: TokenArray,
-        path: PageArray,
+        info: NodeInfo,
+        key: KeyEntry,
+        ticket: Ticket,
         flight: Flight,
-    ) -> web.StreamResponse:
-        needed = tokens.size + (call.output_limit or DEFAULT_OUTPUT_TOKENS)
-        await self._prefill_somewhere(call.model, tokens, path, flight, needed)
+        answering: Answering,
+    ) -> None:
+        flight.tenant = key.tenant or ""
+        flight.salt = self._s.keys.salt(key.tenant)
+        prompt = await self._prompt(exchange, api, call, info, flight)
+        check_length(prompt.tokens.size, info.max_context)
+        limit = call.output_limit
+        if limit is not None and prompt.tokens.size + limit > info.max_context:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {info.max_context} tokens; the prompt has "
+                f"{prompt.tokens.size} and {limit} more are asked for.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        self._s.gate.charge(ticket, int(prompt.tokens.size))
+        flight.prompt_tokens = int(prompt.tokens.size)
+        flight.identity = self._s.identities.identify(
+            flight.tenant,
+            exchange.headers,
+            call,
+            prompt.hashes,
+            flight.t_arrive,
+            prompt.tokens,
+            info.page_size,
+        )
+        flight.branch = qualified(flight.tenant, flight.identity.branch)
+        self._s.announce(flight, prompt.hashes)
+        needed = flight.prompt_tokens + (limit or DEFAULT_OUTPUT_TOKENS) * call.choices
+        await self._prefill_somewhere(info.model, prompt, flight, needed)
         tried: set[str] = set()
         for _ in range(self._settings.max_attempts):
             if not flight.decode_node:
-                await self._bind(call.model, flight, needed, tried)
+                await self._bind(info.model, flight, needed, tried)
             try:
-                return await self._decode(request, kind, body, flight)
+                await self._decode(exchange, flight, answering)
+                return
             except Moved as error:
                 self._retries.labels("decode").inc()
                 self._s.log.info("decode_moved", rid=flight.rid, node=flight.decode_node, why=str(error))
@@ -217,23 +237,102 @@ class Proxy:
                 flight.decode_node = ""
         raise _gave_up("decode", self._settings.max_attempts)
 
-    async def _prefill_somewhere(
-        self, model: str, tokens: TokenArray, path: PageArray, flight: Flight, needed: int
-    ) -> None:
+    async def _prompt(
+        self, exchange: Exchange, api: Api, call: Call, info: NodeInfo, flight: Flight
+    ) -> Known:
+        """The prompt's ids and page hashes. A worker tokenizes what the client did not give as ids, and sends only what
+        it appended to the last prompt of the conversation."""
+        cache = self._s.tokens
+        space = flight.tenant.encode() + b"\0" + info.model.encode() + b"\0"
+        keys = [space + name for name in self._conversation(exchange, call)]
+        tokens = ids_given(call, api)
+        if tokens is None:
+            known = cache.known(keys)
+            headers: Headers = [
+                (b"Content-Type", b"application/json"),
+                (b"Accept", b"application/octet-stream"),
+                (b"X-EI-Path", api.value.encode()),
+            ]
+            if known is not None:
+                headers.append((b"X-EI-Known-Tokens", str(known.tokens.size).encode()))
+                headers.append((b"X-EI-Known-Digest", known.digest.hex().encode()))
+            status, answer_headers, data = await self.ask_any(
+                info.model, "/v1/tokenize", headers, exchange.body
+            )
+            if status != 200:
+                raise relayed(status, data)
+            tokens = np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
+            begin = answer_headers.get("x-ei-from", "0")
+            if known is not None and begin == str(known.tokens.size):
+                tokens = np.concatenate([known.tokens, tokens])
+        return cache.prompt(keys, tokens, info.page_size, flight.salt)
+
+    @staticmethod
+    def _conversation(exchange: Exchange, call: Call) -> list[bytes]:
+        headers = exchange.headers
+        for name in (
+            "x-ei-branch",
+            "x-claude-code-agent-id",
+            "thread-id",
+            "x-dynamo-session-id",
+            "x-session-id",
+        ):
+            if name in headers:
+                return [headers[name].encode("utf-8", "replace")]
+        prompt = bytes(call.messages) or bytes(call.input) or bytes(call.prompt) or bytes(call.input_ids)
+        return head_keys(prompt or bytes(call.text))
+
+    async def ask_any(
+        self, model: str, target: str, headers: Headers, body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of a POST to the least busy worker of the model that answers.
+
+        Raises ApiError 503 when three of them do not.
+        """
+        nodes = [node for node in self._cluster.live() if node.info.model == model]
+        nodes.sort(key=lambda node: len(node.prefills) + len(node.decodes))
+        for node in nodes[:3]:
+            try:
+                async with node.calling():
+                    answer = await self._s.upstream.request(
+                        node.info.url, "POST", target.encode(), headers, body,
+                        connect_timeout_s=CONNECT_S, head_timeout_s=TOKENIZE_S,
+                    )  # fmt: skip
+                    return answer.status, answer.headers, await answer.read(MOST_BYTES)
+            except (UpstreamError, NodeDown) as error:
+                self._lost(node, error)
+                self._s.log.warning("ask_failed", node=node.info.node, path=target, error=error)
+        raise ApiError(
+            503,
+            f"No worker can serve {target} right now.",
+            type="server_error",
+            code="no_worker",
+            retry_after_s=1,
+        )
+
+    def _lost(self, node: Node, error: Exception) -> None:
+        if not isinstance(error, NodeDown):
+            self._cluster.failed(node.info.node)
+
+    # ------------------------------------------------------------------ prefill
+
+    async def _prefill_somewhere(self, model: str, prompt: Known, flight: Flight, needed: int) -> None:
         """Compute the prompt's KV on the node with the shortest predicted TTFT (section 5.3)."""
-        data = tokens.astype("<i4", copy=False).tobytes()
+        data = prompt.tokens.astype("<i4", copy=False).tobytes()
         tried: set[str] = set()
         for _ in range(self._settings.max_attempts):
-            choice = await self._place(model, tokens.size, path, flight.rid, tried)
+            choice = await self._place(model, prompt, flight, tried)
             node = self._cluster.nodes.get(choice.node)
             if node is None:
                 continue
             flight.prefill_node = choice.node
-            node.prefills[flight.rid] = Prefill(
-                flight.rid, tokens.size - choice.cached_tokens, choice.cached_tokens
-            )
+            todo = flight.prompt_tokens - choice.cached_tokens
+            node.prefills[flight.rid] = Prefill(flight.rid, todo, choice.cached_tokens)
+            now = self._clock.now()
             self._s.branch_out.publish(
-                BranchPlaced(flight.branch, choice.node, Phase.PREFILL, self._clock.now())
+                BranchPlaced(
+                    flight.branch, choice.node, Phase.PREFILL, now, flight.rid, todo, choice.cached_tokens
+                )
             )
             source = self._cluster.nodes.get(choice.source) if choice.source else None
             fetch = (
@@ -242,28 +341,26 @@ class Proxy:
                 else None
             )
             plan = self._cluster.plan
-            prefill = PrefillCall(
-                flight.rid, flight.branch, data, fetch=fetch, epoch=plan.epoch if plan else 0, keep=True
-            )
-            try:
-                async with asyncio.timeout(self._settings.prefill_timeout_s):
-                    await self._prefill(node.info.url, model, prefill, flight, needed)
-                return
-            except Moved as error:
-                why = str(error)
-            except NETWORK_ERRORS as error:
-                why = f"{type(error).__name__}: {error}"
-                self._cluster.suspect(choice.node)
-            finally:
-                node.prefills.pop(flight.rid, None)
+            epoch = plan.epoch if plan else 0
+            prefill = PrefillCall(flight.rid, flight.branch, data, flight.salt, fetch, epoch, keep=True)
+            with self._s.tracer.phase("prefill", flight, node.info):
+                try:
+                    async with asyncio.timeout(self._settings.prefill_timeout_s), node.calling():
+                        await self._prefill(node.info, model, prefill, flight, needed)
+                    return
+                except (Moved, NodeDown) as error:
+                    why = str(error)
+                except (UpstreamError, TimeoutError) as error:
+                    why = f"{type(error).__name__}: {error}"
+                    self._cluster.failed(choice.node)
+                finally:
+                    node.prefills.pop(flight.rid, None)
             tried.add(choice.node)
             self._retries.labels("prefill").inc()
             self._s.log.info("prefill_moved", rid=flight.rid, node=choice.node, why=why)
         raise _gave_up("prefill", self._settings.max_attempts)
 
-    async def _place(
-        self, model: str, prompt_tokens: int, path: PageArray, rid: str, tried: set[str]
-    ) -> Candidate:
+    async def _place(self, model: str, prompt: Known, flight: Flight, tried: set[str]) -> Candidate:
         """The best prefill node; waits for one while none can take the request."""
         deadline = asyncio.get_running_loop().time() + self._settings.place_timeout_s
         while True:
@@ -271,16 +368,82 @@ class Proxy:
             if nodes:
                 node = self._cluster.nodes[nodes[0].node]
                 costs = Costs(
-                    fetch=node.profile.fetch if node.profile else GLM_52_4XGB300.fetch,
+                    fetch=self._cluster.fetch_model(node),
                     copy_s_per_token=self._settings.copy_s_per_token,
                     max_state_age_s=self._settings.max_state_age_s * self._clock.speedup,
                 )
-                holders = self._cluster.index.match(path)
-                return candidates(
-                    prompt_tokens, node.info.page_size, holders, nodes, costs, self._clock.now(), rid
-                )[0]
+                holders = self._cluster.index.match(prompt.hashes)
+                now = self._clock.now()
+                found = candidates(
+                    flight.prompt_tokens, node.info.page_size, holders, nodes, costs, now, flight.rid
+                )
+                flight.candidates = found
+                flight.to_pull = (
+                    flight.prompt_tokens - self._cluster.mean_held(model, holders) * node.info.page_size
+                )
+                flight.predicted_ttft_s = (
+                    now - flight.t_arrive + found[0].predicted_s + self._cluster.handoff_s(flight.to_pull)
+                )
+                self._placements += 1
+                rate = self._settings.decision_log_rate
+                if int(self._placements * rate) != int((self._placements - 1) * rate):
+                    self._s.log.info(
+                        "placed", rid=flight.rid, branch=flight.branch, candidates=explained(flight)
+                    )
+                return found[0]
             tried.clear()  # nobody is left: a node that was tried may do by now
             await self._wait_for_change(deadline, "prefill")
+
+    async def _prefill(
+        self, info: NodeInfo, model: str, prefill: PrefillCall, flight: Flight, needed: int
+    ) -> None:
+        """Raises Moved or UpstreamError when the node does not finish it."""
+        answer = await self._s.upstream.request(
+            info.url, "POST", b"/ei/v1/prefill", _MSGPACK + flight.trace_headers, _body_encoder.encode(prefill),
+            connect_timeout_s=CONNECT_S, head_timeout_s=self._settings.prefill_timeout_s,
+        )  # fmt: skip
+        answer.read_idle_s = self._settings.prefill_timeout_s
+        try:
+            if answer.status != 200:
+                error = relayed(answer.status, await answer.read(MOST_ERROR_BYTES))
+                if answer.status < 500 and answer.status != 429:
+                    raise error
+                raise Moved(error.message)
+            rest = b""
+            while data := await answer.chunk():
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    if await self._heard(_events.decode(line), info, answer, model, flight, needed):
+                        return
+        finally:
+            if flight.prefilled is not answer:
+                answer.close()
+        raise Moved("the node closed the connection before the prefill was done")
+
+    async def _heard(
+        self, event: PrefillEvent, info: NodeInfo, answer: Answer, model: str, flight: Flight, needed: int
+    ) -> bool:
+        """Take one line of a prefill's answer; whether it was the last."""
+        if event.event == "started":
+            flight.t_prefill_start = self._clock.now()
+            if not flight.decode_node:
+                await self._bind(model, flight, needed, set())
+        elif event.event == "done":
+            flight.t_prefill_end = self._clock.now()
+            flight.cached_tokens = event.cached_tokens
+            flight.fetched_tokens = event.fetched_tokens
+            flight.restored_tokens = event.restored_tokens
+            flight.prefilled = answer
+            if event.fetch_s:
+                self._cluster.fetched(info.node, event.fetched_tokens, event.fetch_s)
+            return True
+        elif event.event == "moved":
+            raise Moved("the node changes its phase")
+        elif event.event == "failed":
+            raise Moved(event.error)
+        return False
+
+    # ------------------------------------------------------------------ decode
 
     async def _bind(self, model: str, flight: Flight, needed: int, tried: set[str]) -> None:
         """Choose the decode node and place the branch there (E.3, line 13)."""
@@ -298,7 +461,7 @@ class Proxy:
                 flight.decode_node = chosen
                 self._cluster.nodes[chosen].decodes[flight.rid] = needed
                 self._s.branch_out.publish(
-                    BranchPlaced(flight.branch, chosen, Phase.DECODE, self._clock.now())
+                    BranchPlaced(flight.branch, chosen, Phase.DECODE, self._clock.now(), flight.rid, needed)
                 )
                 view = self._s.branches.get(flight.branch)
                 if view is not None:
@@ -312,9 +475,9 @@ class Proxy:
         if left <= 0:
             raise ApiError(
                 503,
-                f"No node can take {phase} work; waited {self._settings.place_timeout_s:g} s.",
+                f"No {phase} node is ready; waited {self._settings.place_timeout_s:g} s.",
                 type="server_error",
-                code="no_node",
+                code=f"no_{phase}_node",
                 retry_after_s=1,
             )
         try:
@@ -323,141 +486,86 @@ class Proxy:
         except TimeoutError:
             pass
 
-    async def _prefill(self, url: str, model: str, prefill: PrefillCall, flight: Flight, needed: int) -> None:
-        """Raises Moved, or a network error, when the node does not finish it."""
-        answer = await self._s.http.post(
-            url + "/ei/v1/prefill",
-            data=_body_encoder.encode(prefill),
-            headers={"Content-Type": "application/msgpack"},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=3.0, sock_read=None),
-        )
-        try:
-            if answer.status != 200:
-                error = relayed(answer.status, await answer.read())
-                if answer.status < 500 and answer.status != 429:
-                    raise error
-                raise Moved(error.message)
-            async for line in answer.content:
-                event = _events.decode(line)
-                if event.event == "started":
-                    flight.t_prefill_start = self._clock.now()
-                    if not flight.decode_node:
-                        await self._bind(model, flight, needed, set())
-                elif event.event == "done":
-                    flight.t_prefill_end = self._clock.now()
-                    flight.cached_tokens = event.cached_tokens
-                    flight.fetched_tokens = event.fetched_tokens
-                    flight.restored_tokens = event.restored_tokens
-                    flight.prefilled = answer
-                    return
-                elif event.event == "moved":
-                    raise Moved("the node changes its phase")
-                elif event.event == "failed":
-                    raise Moved(event.error)
-        finally:
-            if flight.prefilled is not answer:
-                answer.close()
-        raise Moved("the node closed the connection before the prefill was done")
-
-    async def _decode(
-        self, request: web.Request, kind: Kind, body: bytes, flight: Flight
-    ) -> web.StreamResponse:
+    async def _decode(self, exchange: Exchange, flight: Flight, answering: Answering) -> None:
         node = self._cluster.nodes.get(flight.decode_node)
         if node is None:
             raise Moved("the node left")
-        headers = {
-            name: value
-            for name, value in request.headers.items()
-            if name.lower() not in _HOP_HEADERS and name.lower() not in _INTERNAL_HEADERS
-        }
-        headers["X-EI-Request-Id"] = flight.rid
-        headers["X-EI-Branch"] = flight.branch
-        headers["X-EI-Cached-Tokens"] = str(flight.cached_tokens)
+        headers = [pair for pair in exchange.raw_headers if pair[0].lower() not in _DROPPED]
+        headers += [
+            (b"X-EI-Request-Id", flight.rid.encode()),
+            (b"X-EI-Branch", flight.branch.encode()),
+            (b"X-EI-Cached-Tokens", str(flight.cached_tokens).encode()),
+        ]
+        if flight.salt:
+            headers.append((b"X-EI-Salt", flight.salt.encode()))
         source = self._cluster.nodes.get(flight.prefill_node)
         if source is not None and flight.prefill_node != flight.decode_node:
-            headers["X-EI-KV-Source"] = source.info.url
-        try:
-            answer = await self._s.http.post(
-                node.info.url + _PATHS[kind],
-                data=body,
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=3.0, sock_read=self._settings.stream_timeout_s
-                ),
-            )
-        except NETWORK_ERRORS as error:
-            self._cluster.suspect(flight.decode_node)
-            raise Moved(f"{type(error).__name__}: {error}") from None
-        async with answer:
-            if answer.status in (502, 503):
-                raise Moved(relayed(answer.status, await answer.read()).message)
-            return await self._pass_through(request, answer, flight)
+            headers.append((b"X-EI-KV-Source", source.info.url.encode()))
+        with self._s.tracer.phase("decode", flight, node.info):
+            if flight.trace_headers:
+                headers = [pair for pair in headers if pair[0].lower() not in (b"traceparent", b"tracestate")]
+                headers += flight.trace_headers
+            try:
+                async with node.calling():
+                    answer = await self._s.upstream.request(
+                        node.info.url, exchange.method, exchange.target, headers, exchange.body,
+                        connect_timeout_s=CONNECT_S, head_timeout_s=self._settings.stream_timeout_s,
+                    )  # fmt: skip
+                    try:
+                        if answer.status in (502, 503):
+                            raise Moved(relayed(answer.status, await answer.read(MOST_ERROR_BYTES)).message)
+                        await self._pass_through(exchange, answer, flight, answering)
+                    finally:
+                        answer.close()
+            except (UpstreamError, NodeDown) as error:
+                self._lost(node, error)
+                text = str(error) or type(error).__name__
+                if not flight.t_first_token:
+                    raise Moved(text) from None
+                flight.error = f"node {flight.decode_node} failed while it answered: {text}"
+                self._s.log.warning("answer_broken", rid=flight.rid, node=flight.decode_node, error=text)
+                raise ApiError(502, flight.error, type="server_error", code="node_failed") from None
 
     async def _pass_through(
-        self, request: web.Request, answer: aiohttp.ClientResponse, flight: Flight
-    ) -> web.StreamResponse:
-        streams = answer.content_type == "text/event-stream"
-        out = web.StreamResponse(status=answer.status)
-        for name, value in answer.headers.items():
-            if name.lower() not in _HOP_HEADERS:
-                out.headers[name] = value
-        out.headers["X-EI-Request-Id"] = flight.rid
-        out.headers["X-EI-Prefill-Node"] = flight.prefill_node
-        out.headers["X-EI-Decode-Node"] = flight.decode_node
-        if not streams and answer.content_length is not None:
-            out.content_length = answer.content_length
-        tail = b""
-        try:
-            first = await answer.content.readany()
-        except NETWORK_ERRORS as error:
-            self._cluster.suspect(flight.decode_node)
-            raise Moved(f"{type(error).__name__}: {error}") from None
-        flight.t_first_token = self._clock.now()
-        flight.let_pages_go()
-        await out.prepare(request)
-        chunk = first
-        while chunk:
-            await out.write(chunk)
-            tail = (tail + chunk)[-TAIL_BYTES:]
-            try:
-                chunk = await answer.content.readany()
-            except NETWORK_ERRORS as error:
-                flight.error = (
-                    f"node {flight.decode_node} failed while streaming: {error or type(error).__name__}"
-                )
-                self._cluster.suspect(flight.decode_node)
-                break
+        self, exchange: Exchange, answer: Answer, flight: Flight, answering: Answering
+    ) -> None:
+        streams = answer.headers.get("content-type", "").startswith("text/event-stream")
+        if answer.status >= 400 and exchange.started:  # with comments only
+            raise relayed(answer.status, await answer.read(MOST_ERROR_BYTES))
+        answer.read_idle_s = self._settings.stream_timeout_s
+
+        def begins() -> None:  # until its first byte the request can still move
+            flight.t_first_token = self._clock.now()
+            flight.let_pages_go()
+            self._cluster.handed_off(flight.to_pull, flight.t_first_token - flight.t_prefill_end)
+            headers = [pair for pair in answer.raw_headers if pair[0].lower() not in _NOT_PASSED_BACK]
+            headers += [
+                (b"X-EI-Request-Id", flight.rid.encode()),
+                (b"X-EI-Branch", flight.branch.encode("latin-1", "replace")),
+                (b"X-EI-Prefill-Node", flight.prefill_node.encode()),
+                (b"X-EI-Decode-Node", flight.decode_node.encode()),
+            ]
+            if exchange.headers.get("x-ei-explain") == "1":
+                headers.append((b"X-EI-Explain", explained(flight).encode()))
+            answering.begin(
+                answer.status, headers, length=None if streams else answer.length, streaming=streams
+            )
+
+        tail, size = await answer.splice(exchange, on_first=begins)
+        if not size:
+            begins()
+            exchange.end()
         flight.usage = usage_in(tail)
-        if flight.error:
-            await self._end_broken(out, streams, flight)
-            return out
         if answer.status >= 400:
             flight.error = f"the engine answered {answer.status}"
-        await out.write_eof()
-        return out
-
-    async def _end_broken(self, out: web.StreamResponse, streams: bool, flight: Flight) -> None:
-        """End an answer whose node died: an error event in a stream, a cut connection otherwise."""
-        self._s.log.warning("stream_broken", rid=flight.rid, node=flight.decode_node, error=flight.error)
-        if streams:
-            error = ApiError(502, flight.error, type="server_error", code="node_failed")
-            await out.write(b"\n\ndata: " + error.body() + b"\n\n")
-            await out.write_eof()
-        elif out._req is not None and out._req.transport is not None:
-            out._req.transport.abort()
+        refused = 400 <= answer.status < 500
+        flight.outcome = Outcome.REJECTED if refused else Outcome.FAILED if flight.error else Outcome.OK
 
 
-async def _read(request: web.Request) -> bytes:
-    body = await request.read()
-    if not body:
-        raise ApiError(400, "The request body is empty; send a JSON object.")
-    return body
-
-
-def parse_call_loosely(body: bytes) -> Call:
-    """A tokenize request: either `prompt` or `messages`."""
-    call = parse_call(body, "chat" if b'"messages"' in body else "completion")
-    return call
+def _deadline_passed() -> ApiError:
+    return ApiError(
+        504, "The request did not end within its deadline.", type="timeout_error", code="deadline_exceeded"
+    )
 
 
 def _gave_up(phase: str, attempts: int) -> ApiError:
@@ -465,6 +573,6 @@ def _gave_up(phase: str, attempts: int) -> ApiError:
         503,
         f"{attempts} nodes did not finish the {phase} of this request.",
         type="server_error",
-        code="no_node",
+        code=f"{phase}_failed",
         retry_after_s=1,
     )

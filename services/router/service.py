@@ -1,27 +1,54 @@
-"""The router process: feeds `Cluster` from Redis and serves the API through `Proxy`."""
+"""The router process: feeds `Cluster` from Redis, serves clients through `Front`, and a few paths of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import secrets
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 
+import msgspec
 import prometheus_client
 from aiohttp import web
 
+from services.router.access import KeyFile, Keys, check_listen
 from services.router.branches import Branches
-from services.router.cluster import Cluster
-from services.router.identity import Identifier, check_branch_id
-from services.router.proxy import Proxy, api_response
+from services.router.cluster import Cluster, Node
+from services.router.flight import Flight
+from services.router.front import ADMIN, INNER, TENANT, Front
+from services.router.gate import Gate
+from services.router.hooks import read_hook
+from services.router.http import HttpLimits, HttpServer
+from services.router.identity import check_branch_id
+from services.router.proxy import Proxy
 from services.router.settings import RouterSettings
+from services.router.tenants import Identities, qualified, tenant_of
+from services.router.tokens import TokenCache
+from services.router.tracing import tracer
+from services.router.upstream_http import Upstream, UpstreamError
 from shared.api_errors import openai_errors
 from shared.kvfollow import KV_STREAM, Follow
 from shared.kvsnapshot import SnapshotError, fetch_snapshot
-from shared.messages import BranchEnded, Models, NodeState, PathWanted, RolePlan, Slice
-from shared.openai import ApiError
-from shared.service import Service
-from shared.streams import BusError
+from shared.messages import (
+    BranchEnded,
+    BranchPlaced,
+    BranchRequest,
+    Models,
+    NodeInfo,
+    NodeState,
+    PageArray,
+    PathWanted,
+    RolePlan,
+    Slice,
+)
+from shared.openai import ApiError, unknown_model
+from shared.service import Listener, Service
+from shared.streams import BusError, Event
 
 REGISTRY_S = 0.5
+CREATED = 1_767_225_600  # 2026-01-01: the models', which clients expect to be told
+_EVERYBODY = Keys.none(admin=True)  # see `check_listen`
 
 
 class RouterService(Service):
@@ -31,18 +58,53 @@ class RouterService(Service):
         super().__init__(settings)
         self.router_settings = settings
         self.cluster = Cluster(self.clock)
-        self.identifier = Identifier(f"auto-{self.instance}-", settings.branch_idle_s)
+        self._key_file = KeyFile(settings.keys_file) if settings.keys_file else None
+        check_listen(settings.host, self._key_file is not None, settings.allow_anonymous)
+        self.identities = Identities(self.instance.removeprefix("router-"), settings.branch_idle_s)
         self.branches = Branches()
+        self.tokens = TokenCache(settings.token_cache_tokens)
+        self.gate = Gate(settings.max_requests, settings.max_waiting)
+        self.tracer = tracer(settings.tracing, self.instance)
+        self._secret = secrets.token_urlsafe(24)
+        self.front = Front(self, self._secret)
         self._resyncing: set[str] = set()
+        self._admin_port = 0
+
+    @property
+    def keys(self) -> Keys:
+        """The API keys as they are now."""
+        return self._key_file.keys if self._key_file is not None else _EVERYBODY
+
+    async def _listen(self) -> Listener:
+        """The client's port is `Front`'s; aiohttp serves the rest behind it, and on `admin_port` if there is one."""
+        settings = self.router_settings
+        self.upstream = Upstream()
+        self.proxy = Proxy(self)
+        sock = self._bind(settings.host, settings.port)
+        self.url = self._url_of(sock)
+        try:
+            inner = self._bind("127.0.0.1", 0)
+            admin = self._bind(settings.host, settings.admin_port) if settings.admin_port else None
+        except BaseException:
+            sock.close()
+            raise
+        runner = await self._serve_app(inner)
+        if admin is not None:
+            await web.SockSite(runner, admin, backlog=128).start()
+            self._admin_port = settings.admin_port
+        self.front.inner_url = f"http://127.0.0.1:{inner.getsockname()[1]}"
+        limits = HttpLimits(max_body=settings.max_body_bytes, max_connections=settings.max_connections)
+        server = HttpServer(self.front.serve, limits=limits, on_error=self.front.failed)
+        await server.start(sock)
+        return _Listeners(server, runner, self.upstream)
 
     async def startup(self) -> None:
         self.branch_out = self.bus.publisher("branch", self.instance, maxlen=50_000)
         self.requests_out = self.bus.publisher("requests", self.instance, maxlen=50_000)
         self.spawn(self.branch_out.run(), "publish branch")
         self.spawn(self.requests_out.run(), "publish requests")
-        self.proxy = Proxy(self)
         self._reader = self.bus.reader({})
-        await self._reader.follow("resync", "roles", "windows")
+        await self._reader.follow("resync", "roles", "windows", "branch")
         for event in await self.bus.last("roles", 64):
             if isinstance(event.message, RolePlan):
                 self.cluster.planned(event.message)
@@ -55,6 +117,9 @@ class RouterService(Service):
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_registry())
             group.create_task(self._expire_branches())
+            group.create_task(self._probe_nodes())
+            if self._key_file is not None:
+                group.create_task(self._follow_keys(self._key_file))
             while True:
                 for event in await self._reader.read(1.0):
                     message = event.message
@@ -72,8 +137,24 @@ class RouterService(Service):
                         self.cluster.measured(message)
                     elif isinstance(message, PathWanted):
                         self.branches.path_wanted(message.branch)
+                    elif event.stream == "branch" and event.producer != self.instance:
+                        self._heard_of_another(event)
+
+    def _heard_of_another(self, event: Event) -> None:
+        """Another router's request, placement or end of a branch."""
+        message = event.message
+        if isinstance(message, BranchPlaced):
+            self.cluster.placed(message)
+        elif isinstance(message, BranchRequest):
+            path = self.branches.observed(message, self.clock.now())
+            if path is not None:
+                self.identities.observe(message.branch, path, message.t)
+        elif isinstance(message, BranchEnded):
+            self.identities.end(message.branch)
+            self.branches.forget(message.branch)
 
     async def shutdown(self) -> None:
+        self.tracer.close()
         await self.branch_out.flush()
         await self.requests_out.flush()
 
@@ -134,61 +215,124 @@ class RouterService(Service):
             for node in self.cluster.follower.unsynced():
                 self._want_snapshot(node)
 
+    async def _probe_nodes(self) -> None:
+        """Ask nodes that have not reported for a while whether they live; those that do not answer go down."""
+        every = self.router_settings.probe_s
+        while True:
+            await asyncio.sleep(every)
+            silent = self.cluster.silent(2 * every)
+            if silent:
+                await asyncio.gather(*map(self._probe, silent))
+
+    async def _probe(self, node: Node) -> None:
+        timeout_s = 2 * self.router_settings.probe_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self.upstream.request(
+                    node.info.url,
+                    "GET",
+                    b"/healthz",
+                    [],
+                    connect_timeout_s=timeout_s,
+                    head_timeout_s=timeout_s,
+                )
+                with answer:
+                    await answer.read(2**16)
+        except (UpstreamError, TimeoutError) as error:
+            if self.cluster.nodes.get(node.info.node) is node and self.cluster.failed(node.info.node):
+                self.log.warning("node_down", node=node.info.node, error=f"{type(error).__name__}: {error}")
+        else:
+            if self.cluster.answered(node.info.node):
+                self.log.info("node_up", node=node.info.node)
+
+    async def _follow_keys(self, file: KeyFile) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            if file.changed():
+                self.gate.admission.reloaded(file.keys)
+                self.log.info("keys_changed", keys=len(file.keys.entries), error=file.error)
+
     # ------------------------------------------------------------------ HTTP
 
     def routes(self, app: web.Application) -> None:
-        async def chat(request: web.Request) -> web.StreamResponse:
-            return await self.proxy.handle(request, "chat")
-
-        async def completion(request: web.Request) -> web.StreamResponse:
-            return await self.proxy.handle(request, "completion")
-
-        async def tokenize(request: web.Request) -> web.StreamResponse:
-            return await self.proxy.tokenize(request)
-
-        app.router.add_post("/v1/chat/completions", chat)
-        app.router.add_post("/v1/completions", completion)
-        app.router.add_post("/v1/tokenize", tokenize)
         app.router.add_get("/v1/models", self._get_models)
+        app.router.add_get("/v1/models/{model:.+}", self._get_model)
         app.router.add_get("/v1/branches", self._get_branches)
         app.router.add_get("/v1/branches/{branch:.+}", self._get_branch)
         app.router.add_delete("/v1/branches/{branch:.+}", self._delete_branch)
+        app.router.add_post("/v1/hooks/claude-code", self._claude_code_hook)
         app.router.add_get("/ei/v1/cluster", self._get_cluster)
+        app.middlewares.append(self._known)
         app.middlewares.append(openai_errors)
 
-    async def _get_models(self, _: web.Request) -> web.Response:
-        models = [
-            {
-                "id": model,
-                "object": "model",
-                "created": 1767225600,
-                "owned_by": "evolving-infra",
-                "max_model_len": info.max_context,
-                "page_size": info.page_size,
-            }
-            for model, info in sorted(self.cluster.models().items())
-        ]
-        return api_response({"object": "list", "data": models})
+    @web.middleware
+    async def _known(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Serve what comes through `Front`; on the admin port what is for administrators."""
+        if request.headers.get(INNER) != self._secret:
+            admin_paths = ("/healthz", "/readyz", "/metrics", "/ei/v1/")
+            port = request.transport.get_extra_info("sockname")[1] if request.transport is not None else 0
+            if port != self._admin_port or not request.path.startswith(admin_paths):
+                raise web.HTTPNotFound()
+        return await handler(request)
 
-    async def _get_branches(self, _: web.Request) -> web.Response:
-        return api_response({"branches": self.branches.list()})
+    async def _get_models(self, _: web.Request) -> web.Response:
+        models = [_model(name, info) for name, info in sorted(self.cluster.models().items())]
+        first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
+        listed = {"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last}
+        return api_response(listed)
+
+    async def _get_model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        known = self.cluster.models()
+        if name not in known:
+            raise unknown_model(name, sorted(known))
+        return api_response(_model(name, known[name]))
+
+    async def _get_branches(self, request: web.Request) -> web.Response:
+        return api_response({"branches": [v for v in self.branches.list() if _may_see(request, v.branch)]})
 
     async def _get_branch(self, request: web.Request) -> web.Response:
-        branch = check_branch_id(request.match_info["branch"], "the branch id")
+        branch = self._branch_of(request)
         view = self.branches.get(branch)
         if view is None:
             raise ApiError(404, f"No branch {branch!r} is active on this router.", code="branch_not_found")
         return api_response(view)
 
     async def _delete_branch(self, request: web.Request) -> web.Response:
-        branch = check_branch_id(request.match_info["branch"], "the branch id")
+        branch = self._branch_of(request)
         return api_response({"branch": branch, "ended": True, "known": self.end_branch(branch)})
 
+    def _branch_of(self, request: web.Request) -> str:
+        """The branch that the path names: in the key's tenant, unless it is an administrator's."""
+        branch = check_branch_id(request.match_info["branch"], "the branch id")
+        if _may_see(request, branch):
+            return branch
+        return qualified(request.headers.get(TENANT, ""), branch)
+
+    async def _claude_code_hook(self, request: web.Request) -> web.Response:
+        tenant = request.headers.get(TENANT, "")
+        action = read_hook(await request.read())
+        ended = self.identities.hooked(tenant, action)
+        for branch in ended:
+            self.end_branch(branch)
+        return api_response({"ended": ended, "compacts": action.compacts})
+
     def end_branch(self, branch: str) -> bool:
-        """Tell the directory that a branch is over; whether this router knew it."""
-        self.identifier.end(branch)
+        """Tell the directory that a branch is over; whether this router knew it. `branch` with its tenant."""
+        self.identities.end(branch)
         self.branch_out.publish(BranchEnded(branch, self.clock.now()))
         return self.branches.forget(branch)
+
+    def announce(self, flight: Flight, path: PageArray) -> None:
+        """Tell the directory and the other routers of a request's branch and path."""
+        identity = flight.identity
+        assert identity is not None
+        parent = qualified(flight.tenant, identity.parent) if identity.parent else None
+        self.branch_out.publish(
+            self.branches.request(flight.branch, parent, identity.tagged, path, flight.t_arrive)
+        )
 
     async def _get_cluster(self, _: web.Request) -> web.Response:
         prefill, decode = self.cluster.split()
@@ -224,7 +368,11 @@ class RouterService(Service):
         def gauge(name: str, text: str) -> prometheus_client.Gauge:
             return prometheus_client.Gauge(name, text, registry=self.metrics)
 
-        gauge("ei_router_in_flight", "Requests in flight").set_function(lambda: self.proxy.in_flight)
+        gauge("ei_router_in_flight", "Requests in flight").set_function(lambda: self.gate.admission.in_flight)
+        gauge("ei_router_waiting", "Requests in line").set_function(lambda: self.gate.admission.waiting)
+        gauge("ei_router_cached_tokens", "Token ids kept for next steps").set_function(
+            lambda: self.tokens.tokens
+        )
         gauge("ei_router_nodes", "Registered workers").set_function(lambda: len(self.cluster.nodes))
         gauge("ei_router_branches", "Branches known").set_function(lambda: len(self.branches.list()))
         gauge("ei_router_index_pages", "Distinct KV pages in the index").set_function(
@@ -233,3 +381,39 @@ class RouterService(Service):
         gauge("ei_router_unsynced_nodes", "Nodes whose pages are unknown").set_function(
             lambda: len(self.cluster.follower.unsynced())
         )
+
+
+class _Listeners:
+    def __init__(self, server: HttpServer, runner: web.AppRunner, upstream: Upstream) -> None:
+        self._server, self._runner, self._upstream = server, runner, upstream
+
+    async def cleanup(self) -> None:
+        await self._server.close(2.0)
+        await self._runner.cleanup()
+        await self._upstream.close()
+
+
+def api_response(body: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+def _model(name: str, info: NodeInfo) -> dict[str, object]:
+    """As OpenAI's clients expect it, and as Anthropic's do."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": CREATED,
+        "owned_by": "evolving-infra",
+        "max_model_len": info.max_context,
+        "page_size": info.page_size,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(CREATED, UTC).isoformat().replace("+00:00", "Z"),
+    }
+
+
+def _may_see(request: web.Request, branch: str) -> bool:
+    """Whether a branch is an administrator's to see, or its tenant's."""
+    if request.headers.get(ADMIN) == "1":
+        return True
+    return tenant_of(branch) == request.headers.get(TENANT, "")

@@ -1,0 +1,1007 @@
+"""HTTP/1.1 for the router's clients, on a raw asyncio protocol (uvloop's or asyncio's own).
+
+A head goes through llhttp (httptools) once it is whole; bodies never do: those with a Content-Length are collected
+by hand, chunked ones go through `Dechunk`. So one head is one call of the parser, whatever the fragments were, and
+where a message ends is decided in one place.
+
+Rules that hold here
+- The handler runs once head and whole body have arrived, as a task of its connection. One request at a time:
+  what a client pipelines waits in a buffer, and reading is paused while that is full.
+- What two readers of a message could understand differently is refused (RFC 9112, 11.2): two framings or lengths,
+  transfer codings other than `chunked`, bare CR or LF, folded headers, spaces before a colon, missing or double Host.
+- A client that ends its side of the connection is gone, also if it could still read: it looks exactly like one that
+  was killed, and holding GPU memory for that one costs more. Its handler is cancelled, unless it has ended its answer.
+  Nothing is read, hence no end seen, of a client that pipelined more than the buffer holds.
+- An answer that cannot be completed never looks complete to its client.
+- Whoever stops sending or reading is cut: every state of a connection has a deadline. One timer watches them all,
+  so a deadline costs its connection an assignment and is met up to `tick_s` late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import socket
+import struct
+import time
+import urllib.parse
+from collections.abc import Callable, Coroutine, Sequence
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import cast
+
+import httptools
+import msgspec
+
+from shared.openai import ApiError
+
+Headers = Sequence[tuple[bytes, bytes]]
+JOIN_BYTES = 16384  # a head and a body up to this are copied into one write
+FRAGMENT_BYTES = 4096  # fragments of a body below this are gathered, not kept one by one
+MAX_CHUNK_LINE = 1024
+MAX_TRAILER_BYTES = 8192
+LINGER_BYTES = 16 * 2**20
+FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection", b"keep-alive"))
+_NEVER = math.inf
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
+_METHOD_START = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_names: dict[bytes, str] = {}
+
+# What a connection does; _BUSY is a handler that runs.
+_HEAD, _BODY, _CHUNKED, _BUSY, _LINGER, _CLOSED = range(6)
+# How an answer's end is told.
+_NOTHING, _LENGTH, _CHUNKS, _CLOSE = range(4)
+
+
+class HttpLimits(msgspec.Struct, frozen=True):
+    """Bounds of a server; times are wall seconds."""
+
+    max_body: int = 64 * 2**20
+    max_head: int = 32768
+    max_headers: int = 128
+    max_connections: int = 16384
+    pipeline_bytes: int = 65536  # of requests that wait behind a running one
+    write_buffer: int = 65536  # above it a client counts as slow (`Exchange.blocked`)
+    head_timeout_s: float = 30.0  # from a head's first byte, or a new connection, to its end
+    body_idle_s: float = 30.0
+    idle_timeout_s: float = 75.0  # between requests
+    write_timeout_s: float = 60.0  # in which a slow client must have taken something
+    linger_s: float = 2.0  # after a refusal, so that it is read before the connection's end
+    tick_s: float = 0.25
+
+
+class BadRequest(Exception):
+    """A request that is answered by `status` before any handler; the connection ends with it."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+
+
+class BadFraming(ValueError):
+    """Chunked framing that is not to be trusted."""
+
+
+# ---------------------------------------------------------------------- messages
+
+
+class HeadSink:
+    """What llhttp says of one head."""
+
+    __slots__ = ("complete", "raw", "target")
+
+    def __init__(self) -> None:
+        self.target = b""
+        self.raw: list[tuple[bytes, bytes]] = []
+        self.complete = False
+
+    def on_url(self, url: bytes) -> None:
+        self.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.raw.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self.complete = True
+
+    def headers(self, head: bytes) -> list[tuple[bytes, bytes]]:
+        """In order, without the blanks after a value, which llhttp leaves there."""
+        if b" \r\n" in head or b"\t\r\n" in head:
+            return [(name, value.rstrip(b" \t")) for name, value in self.raw]
+        return self.raw
+
+
+def folded(raw: Headers) -> dict[str, str]:
+    """Headers by lower-case name, equal names joined by ", "."""
+    found: dict[str, str] = {}
+    for name, value in raw:
+        key = _names.get(name)
+        if key is None:
+            key = name.decode("latin-1").lower()
+            if len(_names) < 512:
+                _names[name] = key
+        text = value.decode("latin-1")
+        found[key] = f"{found[key]}, {text}" if key in found else text
+    return found
+
+
+def tokens_of(value: str) -> list[str]:
+    return [token.strip().lower() for token in value.split(",")]
+
+
+def safe_path(path: bytes) -> str:
+    """Percent-decoded as UTF-8, except for `%2F`: a slash in a segment does not become a separator."""
+    text = path.decode("latin-1")
+    if "%" not in text:
+        return text
+    return "%2F".join(urllib.parse.unquote(part) for part in re.split("%2[fF]", text))
+
+
+class Head:
+    """A request's head that passed every check. `length` is None for a chunked body."""
+
+    __slots__ = ("expects", "fields", "http11", "keep_alive", "length", "method", "raw", "target")
+
+    def __init__(self, data: bytes, max_headers: int) -> None:
+        """`data` ends with its empty line. Raises BadRequest."""
+        sink = HeadSink()
+        parser = httptools.HttpRequestParser(sink)
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # an offer, which nobody has to take; CONNECT is refused below
+        except httptools.HttpParserError as error:
+            raise BadRequest(400, f"The request is not valid HTTP/1.1: {error}.") from None
+        line_end = data.index(b"\r\n")
+        self.method = parser.get_method().decode("ascii")
+        version = data[line_end - 9 : line_end]
+        self.http11 = version == b" HTTP/1.1"
+        if not self.http11 and version != b" HTTP/1.0":
+            raise BadRequest(505, "Only HTTP 1.0 and 1.1 are spoken here.")
+        self.target = target = sink.target
+        if not sink.complete or line_end != len(self.method) + len(target) + 10:
+            raise BadRequest(400, "The request line is not valid HTTP/1.1.")
+        if self.method == "CONNECT":
+            raise BadRequest(405, "CONNECT is not supported.")
+        if b"#" in target:
+            raise BadRequest(400, "A request target has no fragment.")
+        self.raw = sink.headers(data)
+        if len(self.raw) > max_headers:
+            raise BadRequest(431, f"The request has more than {max_headers} headers.")
+        self.fields = fields = folded(self.raw)
+        connection = fields.get("connection")
+        if connection is None:
+            self.keep_alive = self.http11
+        elif self.http11:
+            self.keep_alive = "close" not in tokens_of(connection)
+        else:
+            options = tokens_of(connection)
+            self.keep_alive = "keep-alive" in options and "close" not in options
+        if self.http11:
+            host = fields.get("host")
+            if host is None or "," in host:
+                raise BadRequest(400, "A request has one Host header.")
+        self._read_framing(fields)
+        expect = fields.get("expect")
+        self.expects = False
+        if expect is not None and self.http11:
+            if expect.lower() != "100-continue":
+                raise BadRequest(417, f"Expect: {expect} is not supported.")
+            self.expects = True
+
+    def _read_framing(self, fields: dict[str, str]) -> None:
+        self.length: int | None = 0
+        length = fields.get("content-length")
+        coding = fields.get("transfer-encoding")
+        if coding is not None:
+            if length is not None or not self.http11:
+                raise BadRequest(400, "Transfer-Encoding goes neither with Content-Length nor with HTTP/1.0.")
+            if coding.lower() != "chunked":
+                raise BadRequest(501, f"Transfer-Encoding: {coding} is not supported; chunked is.")
+            self.length = None
+        elif length is not None:
+            if not (length.isascii() and length.isdigit() and len(length) < 19):
+                raise BadRequest(400, "Content-Length is one number.")
+            self.length = int(length)
+
+
+_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\x00-\x08\x0a-\x1f\x7f]*)?\r\n")
+_TRAILER_LINE = re.compile(rb"(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\x00-\x08\x0a-\x1f\x7f]*)?\r\n")
+
+
+class Dechunk:
+    """Takes chunked framing off a body. Extensions and trailers are checked for their form and dropped.
+
+    What comes out does not depend on where the input was cut. After the end, `done` is set and `rest` is what
+    followed it.
+    """
+
+    __slots__ = ("_held", "_left", "_state", "_trailer", "done", "rest")
+    _LINE, _DATA, _DATA_END, _TRAILERS = range(4)
+
+    def __init__(self) -> None:
+        self._state = self._LINE
+        self._left = 0
+        self._trailer = 0
+        self._held = b""
+        self.done = False
+        self.rest = b""
+
+    @property
+    def announced(self) -> int:
+        """Bytes of the present chunk that have not come yet."""
+        return self._left
+
+    def feed(self, data: bytes) -> bytes:
+        """The body's bytes in `data`. Raises BadFraming."""
+        if self._held:
+            data = self._held + data
+            self._held = b""
+        size = len(data)
+        pos = 0
+        found: bytes | None = None
+        more: list[bytes] | None = None
+        while pos < size:
+            if self._state == 0:
+                line = _CHUNK_LINE.match(data, pos)
+                if line is None:
+                    self._hold_line(data, pos, MAX_CHUNK_LINE)
+                    break
+                end = line.end()
+                if end - pos > MAX_CHUNK_LINE:
+                    raise BadFraming("a chunk's size line is too long")
+                pos = end
+                self._left = int(line[1], 16)
+                self._state = 1 if self._left else 3
+            elif self._state == 1:
+                end = pos + self._left
+                part = data[pos:end]
+                if found is None:
+                    found = part
+                elif more is None:
+                    more = [found, part]
+                else:
+                    more.append(part)
+                if end > size:
+                    self._left = end - size
+                    break
+                pos = end
+                self._left = 0
+                self._state = 2
+            elif self._state == 2:
+                if size - pos < 2:
+                    if data[pos] != 13:
+                        raise BadFraming("a chunk is longer than its size")
+                    self._held = data[pos:]
+                    break
+                if data[pos : pos + 2] != b"\r\n":
+                    raise BadFraming("a chunk is longer than its size")
+                pos += 2
+                self._state = 0
+            else:
+                line = _TRAILER_LINE.match(data, pos)
+                left = MAX_TRAILER_BYTES - self._trailer
+                if line is None:
+                    self._hold_line(data, pos, left)
+                    break
+                length = line.end() - pos
+                if length > left:
+                    raise BadFraming("the trailers are too long")
+                self._trailer += length
+                pos += length
+                if length == 2:
+                    self.done = True
+                    self.rest = data[pos:]
+                    break
+        if more is not None:
+            return b"".join(more)
+        return found or b""
+
+    def _hold_line(self, data: bytes, pos: int, limit: int) -> None:
+        """Keep the beginning of a line that has not ended."""
+        if len(data) - pos > limit or data.find(b"\n", pos) >= 0:
+            raise BadFraming("a line of the chunked framing is malformed")
+        self._held = data[pos:]
+
+
+_STATUS_LINES = {int(s): b"HTTP/1.1 %d %b\r\n" % (s, s.phrase.encode()) for s in HTTPStatus}
+_date_of = 0
+_date = b""
+
+
+def _date_line() -> bytes:
+    global _date_of, _date
+    now = int(time.time())
+    if now != _date_of:
+        _date_of, _date = now, b"date: %b\r\n" % formatdate(now, usegmt=True).encode()
+    return _date
+
+
+def check_head(head: bytes, lines: int) -> None:
+    """Raises ValueError if `head` has other than `lines` lines: a header's value would begin another."""
+    if head.count(b"\n") != lines or head.count(b"\r") != lines:
+        raise ValueError("a line break in a header")
+
+
+def openai_error(status: int, message: str) -> bytes:
+    return ApiError(status, message, type="invalid_request_error" if status < 500 else "server_error").body()
+
+
+# ---------------------------------------------------------------------- one request and its answer
+
+
+class Exchange:
+    """A request that has arrived and its answer.
+
+    Either `reply`, or `start`, any number of `write` and `end`, or `abort`. Headers that frame the message
+    (`FRAMING`) are the server's; a caller's are dropped. Once the client is `gone`, what is written is dropped.
+    """
+
+    __slots__ = (
+        "_conn", "_left", "_mode", "_on_gone", "_on_writable", "_unsent", "_waiters", "blocked", "body", "ended",
+        "gone", "head", "method", "path", "peer", "query", "raw_headers", "started", "target",
+    )  # fmt: skip
+
+    def __init__(self, conn: _Connection, head: Head, body: bytes) -> None:
+        self._conn = conn
+        self.head = head
+        self.method = head.method
+        self.target = target = head.target  # as it came
+        if target[0] != 47 and b"://" in target:  # an absolute form: its host is the Host header's business
+            _, _, after = target.partition(b"://")
+            slash = after.find(b"/")
+            target = after[slash:] if slash >= 0 else b"/"
+        path, _, query = target.partition(b"?")
+        self.path = safe_path(path)
+        self.query = query.decode("latin-1")
+        self.raw_headers = head.raw
+        self.body = body
+        self.peer = conn.peer
+        self.started = self.ended = self.gone = False
+        self.blocked = conn.write_paused  # the client reads slower than it is written to
+        self._mode = _NOTHING
+        self._left = 0
+        self._unsent = b""  # the head, until the first write
+        self._on_writable: Callable[[], None] | None = None
+        self._on_gone: Callable[[], None] | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """By lower-case name, equal names joined by ", "."""
+        return self.head.fields
+
+    def reply(self, status: int, headers: Headers, body: bytes) -> None:
+        """The whole answer. Raises RuntimeError after a start, ValueError for a header with a line break."""
+        bodyless = status == 204 or status == 304
+        head = self._head(status, headers, b"" if bodyless else b"content-length: %d\r\n" % len(body))
+        self.started = self.ended = True
+        if self.gone:
+            return
+        if bodyless or not body or self.method == "HEAD":
+            self._conn.transport.write(head)
+        elif len(body) <= JOIN_BYTES:
+            self._conn.transport.write(head + body)
+        else:
+            self._conn.transport.writelines((head, body))
+
+    def start(self, status: int, headers: Headers, length: int | None = None) -> None:
+        """Send the head. Without a length the body is chunked, or ends with the connection for HTTP/1.0."""
+        mode, framing = _NOTHING, b""
+        if status == 204 or status == 304:
+            pass
+        elif length is not None:
+            framing = b"content-length: %d\r\n" % length
+            if self.method != "HEAD":
+                mode, self._left = _LENGTH, length
+        elif self.method != "HEAD":
+            if self.head.http11:
+                mode, framing = _CHUNKS, b"transfer-encoding: chunked\r\n"
+            else:
+                mode, self.head.keep_alive = _CLOSE, False
+        head = self._head(status, headers, framing)
+        self.started = True
+        self._mode = mode
+        if not self.gone:  # to be sent with the first bytes, if they are written at once
+            self._unsent = head
+            self._conn.server.soon(self._flush)
+
+    def _flush(self) -> None:
+        head, self._unsent = self._unsent, b""
+        if head and not self.gone:
+            self._conn.transport.write(head)
+
+    def _head(self, status: int, headers: Headers, framing: bytes) -> bytes:
+        if self.started:
+            raise RuntimeError("the answer has begun already")
+        if status < 200:
+            raise ValueError("an interim answer is not a handler's")
+        parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+        dated = False
+        for name, value in headers:
+            lower = name.lower()
+            if lower in FRAMING:
+                continue
+            if lower == b"date":
+                dated = True
+            parts += (name, b": ", value, b"\r\n")
+        lines = len(parts) // 4 + 2
+        if framing:
+            parts.append(framing)
+            lines += 1
+        if not dated:
+            parts.append(_date_line())
+            lines += 1
+        if not self.head.keep_alive or self._conn.server.closing:
+            self.head.keep_alive = False
+            parts.append(b"connection: close\r\n\r\n")
+            lines += 1
+        elif not self.head.http11:
+            parts.append(b"connection: keep-alive\r\n\r\n")
+            lines += 1
+        else:
+            parts.append(b"\r\n")
+        head = b"".join(parts)
+        check_head(head, lines)
+        return head
+
+    def write(self, data: bytes) -> None:
+        """Raises RuntimeError outside start and end, ValueError (and cuts the client) beyond the length."""
+        self._write(data, b"")
+
+    def end(self, data: bytes = b"") -> None:
+        """Write `data`, as `write` does, and complete the answer; cuts the client if its length is not reached."""
+        if self.ended:
+            return
+        if self._mode == _CHUNKS:
+            self._write(data, b"0\r\n\r\n")
+            self.ended = True
+            return
+        self._write(data, b"")
+        if self._mode == _LENGTH and self._left:
+            self.abort()
+            return
+        if self._unsent:
+            self._flush()
+        self.ended = True
+
+    def _write(self, data: bytes, after: bytes) -> None:
+        if not self.started or self.ended:
+            raise RuntimeError("the answer is not under way")
+        size = len(data)
+        if self.gone or not (size or after):
+            return
+        mode = self._mode
+        if mode == _NOTHING:
+            return
+        if mode == _LENGTH:
+            if size > self._left:
+                self.abort()
+                raise ValueError("the answer is longer than its length")
+            self._left -= size
+        head = self._unsent
+        if head:
+            self._unsent = b""
+        transport = self._conn.transport
+        if mode != _CHUNKS:
+            if not head:
+                transport.write(data)
+            elif size <= JOIN_BYTES:
+                transport.write(head + data)
+            else:
+                transport.writelines((head, data))
+        elif not size:
+            transport.write(head + after)
+        elif size <= JOIN_BYTES:
+            transport.write(b"%b%x\r\n%b\r\n%b" % (head, size, data, after))
+        else:
+            transport.writelines((b"%b%x\r\n" % (head, size), data, b"\r\n" + after))
+
+    def abort(self) -> None:
+        """Cut the client off: what it has of the answer, if any, does not look complete."""
+        if not self.ended:
+            self.ended = True
+            if not self.gone:
+                self._flush()
+                self._conn.cut(reset=self._mode == _CLOSE)
+
+    async def drain(self) -> None:
+        """Wait until the client has taken enough to be written to. Raises ConnectionResetError if it is gone."""
+        if not self.gone and self._conn.transport.is_closing():
+            await asyncio.sleep(0)  # a failed write blocks nobody, and its report is yet to come
+        if self.gone:
+            raise ConnectionResetError("the client is gone")
+        if self.blocked:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def on_writable(self, call: Callable[[], None] | None) -> None:
+        """Call it once when the client is not `blocked` any more; for use while it is. None takes it back."""
+        self._on_writable = call
+
+    def on_gone(self, call: Callable[[], None] | None) -> None:
+        """Call it when the client goes away before the answer's end. None takes it back."""
+        self._on_gone = call
+
+    # -- for the connection
+
+    def unblock(self) -> None:
+        self.blocked = False
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        call, self._on_writable = self._on_writable, None
+        if call is not None:
+            call()
+
+    def lose(self) -> None:
+        self.gone, self.blocked = True, False
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(ConnectionResetError("the client is gone"))
+        call, self._on_gone, self._on_writable = self._on_gone, None, None
+        if call is not None:
+            call()
+
+
+Handler = Callable[[Exchange], Coroutine[object, object, None]]
+
+
+# ---------------------------------------------------------------------- connections
+
+
+class _Connection(asyncio.Protocol):
+    __slots__ = (
+        "_dechunk", "_exchange", "_gathered", "_head", "_held", "_left", "_parts", "_read_paused", "_seen", "_state",
+        "_task", "_unsent", "deadline", "peer", "server", "transport", "write_deadline", "write_paused",
+    )  # fmt: skip
+    transport: asyncio.Transport
+
+    def __init__(self, server: HttpServer) -> None:
+        self.server = server
+        self.peer = ""
+        self.deadline = self.write_deadline = _NEVER
+        self.write_paused = False
+        self._read_paused = False
+        self._state = _HEAD
+        self._held = bytearray()  # of a head that has not ended, or of what was pipelined
+        self._head: Head | None = None
+        self._parts: list[bytes | bytearray] = []
+        self._gathered = bytearray()
+        self._left = 0  # of a body with a length; of a chunked one, of what it may still have
+        self._dechunk: Dechunk | None = None
+        self._exchange: Exchange | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._seen = False  # a byte of the head that is awaited
+        self._unsent = -1  # when a write deadline was set
+
+    # -- from the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
+        server = self.server
+        peer = transport.get_extra_info("peername")
+        self.peer = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+        no_delay(transport)
+        transport.set_write_buffer_limits(high=server.limits.write_buffer)
+        full = len(server.connections) >= server.limits.max_connections
+        server.connections.add(self)
+        self.deadline = server.now() + server.limits.head_timeout_s
+        if server.closing:
+            self.close()
+        elif full:
+            self._write_refusal(503, "This server has all the connections that it may have; try again soon.")
+            self.close()
+
+    def data_received(self, data: bytes) -> None:
+        state = self._state
+        if state == _HEAD:
+            self._take_head(data)
+        elif state == _BODY:
+            self._take_body(data)
+        elif state == _CHUNKED:
+            self._take_chunks(data)
+        elif state == _BUSY:
+            self._pipeline(data)
+        elif state == _LINGER:
+            self._left -= len(data)
+            if self._left < 0:
+                self._pause_reading()
+
+    def eof_received(self) -> None:
+        """The transport closes itself after this, once what was written is sent."""
+        exchange = self._exchange
+        unfinished = exchange is not None and not exchange.ended
+        self._lose()
+        if unfinished:
+            self.transport.abort()
+        else:
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._state = _CLOSED
+        self.deadline = self.write_deadline = _NEVER
+        self._held.clear()
+        self._lose()
+        self.server.forget(self)
+
+    def pause_writing(self) -> None:
+        self.write_paused = True
+        if self._exchange is not None:
+            self._exchange.blocked = True
+        self._unsent = self.transport.get_write_buffer_size()
+        self.write_deadline = self.server.now() + self.server.limits.write_timeout_s
+
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        if self._state != _CLOSED:
+            self.write_deadline = _NEVER
+        if self._exchange is not None:
+            self._exchange.unblock()
+
+    # -- a request's bytes
+
+    def _take_head(self, data: bytes) -> None:
+        held = self._held
+        if held:
+            begin = max(0, len(held) - 3)
+            held += data
+            end = held.find(b"\r\n\r\n", begin)
+            if end >= 0:
+                data = bytes(held)
+                held.clear()
+        else:
+            if data[0] == 13 or data[0] == 10:  # an empty line before a request is skipped
+                data = data.lstrip(b"\r\n")
+                if not data:
+                    return
+            if data[0] not in _METHOD_START:
+                self.refuse(400, "The request is not HTTP/1.1.")
+                return
+            end = data.find(b"\r\n\r\n")
+            if end < 0:
+                held += data
+        limit = self.server.limits.max_head
+        if (end + 4 if end >= 0 else len(held)) > limit:
+            self.refuse(431, f"The request's head is longer than {limit} bytes.")
+            return
+        if end < 0:
+            if not self._seen:
+                self._seen = True
+                self.deadline = self.server.now() + self.server.limits.head_timeout_s
+            return
+        end += 4
+        try:
+            head = Head(data[:end], self.server.limits.max_headers)
+            self._begin_body(head, data[end:])
+        except BadRequest as error:
+            self.refuse(error.status, error.message)
+
+    def _begin_body(self, head: Head, rest: bytes) -> None:
+        limits = self.server.limits
+        length = head.length
+        if length is not None:
+            if length > limits.max_body:
+                raise BadRequest(413, f"The request's body is longer than {limits.max_body} bytes.")
+            have = len(rest)
+            if have == length:
+                self._dispatch(head, rest, b"")
+                return
+            if have > length:
+                self._dispatch(head, rest[:length], rest[length:])
+                return
+        self._head = head
+        self.deadline = self.server.now() + limits.body_idle_s
+        if head.expects and not rest:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if length is not None:
+            self._state, self._left = _BODY, length
+            if rest:
+                self._take_body(rest)
+        else:
+            self._state, self._left = _CHUNKED, limits.max_body
+            self._dechunk = Dechunk()
+            if rest:
+                self._take_chunks(rest)
+
+    def _keep(self, data: bytes) -> None:
+        if len(data) < FRAGMENT_BYTES:
+            self._gathered += data
+        else:
+            if self._gathered:
+                self._parts.append(self._gathered)
+                self._gathered = bytearray()
+            self._parts.append(data)
+
+    def _end_body(self, rest: bytes) -> None:
+        if self._gathered:
+            self._parts.append(self._gathered)
+            self._gathered = bytearray()
+        body = b"".join(self._parts)
+        self._parts.clear()
+        head = self._head
+        self._head = self._dechunk = None
+        assert head is not None
+        self._dispatch(head, body, rest)
+
+    def _take_body(self, data: bytes) -> None:
+        left = self._left
+        have = len(data)
+        if have < left:
+            self._left = left - have
+            self._keep(data)
+            self.deadline = self.server.now() + self.server.limits.body_idle_s
+            return
+        rest = b""
+        if have > left:
+            data, rest = data[:left], data[left:]
+        self._keep(data)
+        self._end_body(rest)
+
+    def _take_chunks(self, data: bytes) -> None:
+        dechunk = self._dechunk
+        assert dechunk is not None
+        try:
+            data = dechunk.feed(data)
+        except BadFraming as error:
+            self.refuse(400, f"The request's body is not valid: {error}.")
+            return
+        self._left -= len(data)
+        if self._left < dechunk.announced:
+            limit = self.server.limits.max_body
+            self.refuse(413, f"The request's body is longer than {limit} bytes.")
+            return
+        if data:
+            self._keep(data)
+        if dechunk.done:
+            self._end_body(dechunk.rest)
+        else:
+            self.deadline = self.server.now() + self.server.limits.body_idle_s
+
+    # -- a request
+
+    def _dispatch(self, head: Head, body: bytes, rest: bytes) -> None:
+        self._state = _BUSY
+        self.deadline = _NEVER
+        if rest:
+            self._pipeline(rest)
+        self._exchange = exchange = Exchange(self, head, body)
+        self._task = self.server.run(self, exchange)
+
+    def _pipeline(self, data: bytes) -> None:
+        self._held += data
+        if len(self._held) > self.server.limits.pipeline_bytes:
+            self._pause_reading()
+
+    def over(self, exchange: Exchange) -> None:
+        """The handler has returned and the answer has ended: on to the next request."""
+        self._exchange = self._task = None
+        if self._state != _BUSY:
+            return
+        if not exchange.head.keep_alive or self.server.closing:
+            if self._held:
+                self._linger()
+            else:
+                self.close()
+            return
+        self._state = _HEAD
+        self._seen = False
+        self._unsent = -1
+        self.deadline = self.server.now() + self.server.limits.idle_timeout_s
+        if self._held:
+            data = bytes(self._held)
+            self._held.clear()
+            self._take_head(data)
+        if len(self._held) <= self.server.limits.pipeline_bytes:
+            self._resume_reading()
+
+    # -- ends
+
+    def _pause_reading(self) -> None:
+        if not self._read_paused and not self.transport.is_closing():
+            self._read_paused = True
+            self.transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        if self._read_paused and not self.transport.is_closing():
+            self._read_paused = False
+            self.transport.resume_reading()
+
+    def _lose(self) -> None:
+        exchange = self._exchange
+        if exchange is not None and not exchange.gone:
+            exchange.lose()
+            if not exchange.ended and self._task is not None:
+                self._task.cancel()
+
+    def _write_refusal(self, status: int, message: str) -> None:
+        body = self.server.on_bad(status, message)
+        line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+        self.transport.write(b"%b%b%b\r\n%b" % (line, head, _date_line(), body))
+
+    def refuse(self, status: int, message: str) -> None:
+        """Answer what is no request, or not one to be served, and end the connection."""
+        self._write_refusal(status, message)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close, but read on for a while: data that nobody reads would reset the answer away from the client."""
+        self._held.clear()
+        self._parts.clear()
+        self._gathered.clear()
+        self._head = self._dechunk = None
+        self._state, self._left = _LINGER, LINGER_BYTES
+        self.deadline = self.server.now() + self.server.limits.linger_s
+        if not self.transport.is_closing():
+            self._resume_reading()
+            self.transport.write_eof()
+
+    def close(self) -> None:
+        """End the connection once what was written is sent."""
+        self._state = _CLOSED
+        self.deadline = _NEVER
+        self._unsent = self.transport.get_write_buffer_size()
+        self.write_deadline = self.server.now() + self.server.limits.write_timeout_s
+        self.transport.close()
+
+    def cut(self, reset: bool) -> None:
+        """End the connection within an answer; with a reset where its plain end would complete the answer."""
+        if reset:
+            sock = self.transport.get_extra_info("socket")
+            if sock is not None:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            self._state = _CLOSED
+            self.transport.abort()
+        else:
+            self.close()
+
+    def retire(self) -> None:
+        """The server closes: end the connection unless a request is under way."""
+        if self._state == _HEAD and not self._held:
+            self.close()
+
+    def check(self, now: float) -> None:
+        """Called after `deadline` or `write_deadline`."""
+        limits = self.server.limits
+        if now >= self.write_deadline:
+            unsent = self.transport.get_write_buffer_size()
+            if unsent < self._unsent:
+                self._unsent = unsent
+                self.write_deadline = now + limits.write_timeout_s
+            else:
+                self._state = _CLOSED
+                self.transport.abort()
+        elif self._state == _HEAD:
+            unsent = self.transport.get_write_buffer_size()
+            if self._seen:
+                self.refuse(408, f"The request's head did not arrive within {limits.head_timeout_s:g} s.")
+            elif unsent and unsent != self._unsent:  # the last answer is still on its way
+                self._unsent = unsent
+                self.deadline = now + limits.write_timeout_s
+            else:
+                self.close()
+                if unsent:
+                    self.transport.abort()
+        elif self._state == _LINGER:
+            self._state = _CLOSED
+            self.transport.abort()
+        else:
+            self.refuse(408, f"No byte of the request's body arrived for {limits.body_idle_s:g} s.")
+
+
+def no_delay(transport: asyncio.BaseTransport) -> None:
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class HttpServer:
+    """Serves `handler`; see the module for what it is promised.
+
+    `on_bad(status, message)` gives the JSON body of what is answered without a handler; `on_error(exchange, error)`
+    is told what a handler raised and may answer it. What it leaves unanswered becomes a 500, and an answer that
+    has begun is cut.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        limits: HttpLimits | None = None,
+        on_bad: Callable[[int, str], bytes] = openai_error,
+        on_error: Callable[[Exchange, BaseException], None] | None = None,
+    ) -> None:
+        self.handler, self.on_bad, self.on_error = handler, on_bad, on_error
+        self.limits = limits or HttpLimits()
+        self.connections: set[_Connection] = set()
+        self.closing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._servers: list[asyncio.Server] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._emptied: asyncio.Future[None] | None = None
+
+    async def start(self, sock: socket.socket, backlog: int = 1024) -> None:
+        """Serve on a bound socket, which is the server's from now on. May be called for several."""
+        self._loop = loop = asyncio.get_running_loop()
+        self.now, self.soon = loop.time, loop.call_soon
+        server = await loop.create_server(lambda: _Connection(self), sock=sock, backlog=backlog)
+        self._servers.append(server)
+        if self._timer is None:
+            self._watch()
+
+    async def close(self, grace_s: float) -> None:
+        """Accept nothing more, let what runs end within `grace_s`, then cut it."""
+        self.closing = True
+        for server in self._servers:
+            server.close()
+        for connection in list(self.connections):
+            connection.retire()
+        await self._empty(grace_s)
+        for connection in list(self.connections):
+            connection.transport.abort()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._empty(1.0)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _empty(self, timeout_s: float) -> None:
+        """Wait until no connection and no handler is left."""
+        if self.connections or self._tasks:
+            self._emptied = self._loop.create_future()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._emptied
+            except TimeoutError:
+                pass
+            finally:
+                self._emptied = None
+
+    def _watch(self) -> None:
+        now = self.now()
+        for connection in list(self.connections):
+            if now >= connection.deadline or now >= connection.write_deadline:
+                connection.check(now)
+        self._timer = self._loop.call_later(self.limits.tick_s, self._watch)
+
+    # -- for connections
+
+    def run(self, connection: _Connection, exchange: Exchange) -> asyncio.Task[None]:
+        task = self._loop.create_task(self.handler(exchange))
+        self._tasks.add(task)
+        task.add_done_callback(lambda task: self._ran(task, connection, exchange))
+        return task
+
+    def _ran(self, task: asyncio.Task[None], connection: _Connection, exchange: Exchange) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self.on_error is not None:
+            try:
+                self.on_error(exchange, error)
+            except Exception as failed:
+                self._loop.call_exception_handler({"message": "on_error failed", "exception": failed})
+        elif error is not None and not exchange.gone:
+            self._loop.call_exception_handler({"message": "a handler failed", "exception": error})
+        if not exchange.started and not exchange.ended:
+            body = self.on_bad(500, "The server failed to answer this request.")
+            exchange.reply(500, ((b"content-type", b"application/json"),), body)
+        exchange.abort()
+        connection.over(exchange)
+        self._told()
+
+    def forget(self, connection: _Connection) -> None:
+        self.connections.discard(connection)
+        self._told()
+
+    def _told(self) -> None:
+        done = self._emptied
+        if done is not None and not self.connections and not self._tasks and not done.done():
+            done.set_result(None)

@@ -1,0 +1,702 @@
+"""HTTP/1.1 calls to engines and workers, on a raw asyncio protocol, with answers spliced to the router's clients.
+
+Rules that hold here
+- A kept-alive connection that ends before a byte of its answer is stale: the request goes out once more, on a fresh
+  one. Nothing else is ever sent twice.
+- A connection goes back to its pool only after a whole answer, with nothing after it and nothing left to send.
+- A spliced answer goes from `data_received` to the client's transport with no task in between. While the client is
+  slow, its engine is not read; once the client is gone, its engine is told at once, by the connection's end.
+- An answer is whole, or raises: an end within a body, chunk or head is an error, and so is silence (`read_idle_s`,
+  not counted while reading is paused on behalf of the reader).
+- Heads and chunked framing are read as strictly as a client's (`services.router.http`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import urllib.parse
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import cast
+
+import httptools
+import msgspec
+
+from services.router.http import (
+    FRAMING,
+    JOIN_BYTES,
+    BadFraming,
+    Dechunk,
+    Exchange,
+    Headers,
+    HeadSink,
+    check_head,
+    folded,
+    no_delay,
+    tokens_of,
+)
+
+QUEUE_BYTES = 2**18  # of an answer that is not spliced and not read; above it the engine is not read
+_OWN = FRAMING | {b"host"}
+_BODY_METHODS = frozenset(("POST", "PUT", "PATCH"))
+_NEVER = math.inf
+
+# What a connection does.
+_IDLE, _HEAD, _BODY, _CLOSED = range(4)
+# How an answer's end is told.
+_LENGTH, _CHUNKS, _CLOSE = range(3)
+
+
+class UpstreamError(Exception):
+    """The call, or its answer, did not come to its end."""
+
+
+class ConnectError(UpstreamError):
+    """No connection came about: the request was not sent."""
+
+
+class UpstreamClosed(UpstreamError):
+    """The connection ended before the answer did."""
+
+
+class UpstreamTimeout(UpstreamError):
+    """The head, or the answer's next bytes, did not come in time."""
+
+
+class BadAnswer(UpstreamError):
+    """Not an HTTP/1.1 answer, or one that is too long for its reader."""
+
+
+class UpstreamLimits(msgspec.Struct, frozen=True):
+    """Bounds of a pool; times are wall seconds."""
+
+    max_head: int = 65536
+    max_idle: int = 256  # connections that are kept for each host
+    idle_timeout_s: float = 30.0  # for which one is kept; less than the other side's
+    read_idle_s: float = 300.0  # of silence within an answer; `Answer.read_idle_s` sets another
+    tick_s: float = 0.25
+
+
+class _Origin:
+    """A base URL, taken apart, and its kept-alive connections, latest last."""
+
+    __slots__ = ("authority", "host", "idle", "port", "prefix")
+
+    def __init__(self, url: str) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(f"{url!r} is no base URL: http://host[:port][/prefix]")
+        self.host, self.port = parts.hostname, parts.port or 80
+        self.authority = parts.netloc.rpartition("@")[2].encode("ascii")
+        self.prefix = parts.path.rstrip("/").encode("ascii")
+        self.idle: list[_Connection] = []
+
+
+class Answer:
+    """An answer whose head has come. Read it (`read`, `chunk`) or `splice` it, one at a time; then `close` it."""
+
+    __slots__ = (
+        "_complete", "_conn", "_end", "_error", "_exchange", "_keep_tail", "_on_first", "_parts", "_queued",
+        "_spliced", "_tail", "_tail_bytes", "_total", "_waiter", "headers", "length", "raw_headers", "read_idle_s",
+        "status",
+    )  # fmt: skip
+
+    def __init__(self, conn: _Connection, status: int, raw: list[tuple[bytes, bytes]], idle_s: float) -> None:
+        self.status = status
+        self.raw_headers = raw
+        self.headers = folded(raw)  # lower-case names, equal ones joined by ", "
+        self.length: int | None = None  # as announced, of an answer to HEAD too; None otherwise
+        self.read_idle_s = idle_s
+        self._conn = conn
+        self._complete = False
+        self._error: UpstreamError | None = None
+        self._parts: deque[bytes] = deque()
+        self._queued = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._exchange: Exchange | None = None
+        self._spliced: asyncio.Future[tuple[bytes, int]] | None = None
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def complete(self) -> bool:
+        """All of it has come."""
+        return self._complete
+
+    def close(self) -> None:
+        """No more of it is wanted: ends the connection unless the answer is complete. May be called again."""
+        if not self._complete and self._error is None:
+            self._conn.fail(UpstreamClosed("the answer was closed by its reader"))
+        self._parts.clear()
+
+    async def chunk(self) -> bytes:
+        """The next bytes as they came, b"" at the end. Raises UpstreamError."""
+        parts = self._parts
+        while not parts:
+            if self._complete:
+                return b""
+            if self._error is not None:
+                raise self._error
+            await self._more()
+        data = parts.popleft()
+        self._queued -= len(data)
+        if self._queued < QUEUE_BYTES and not self._complete:
+            self._conn.resume()
+        return data
+
+    async def read(self, limit: int) -> bytes:
+        """All that is left of it. Raises UpstreamError, BadAnswer if that is more than `limit` bytes."""
+        found: list[bytes] = []
+        left = limit if self.length is None or self.length <= limit or self._complete else -1
+        while left >= 0:
+            data = await self.chunk()
+            if not data:
+                return found[0] if len(found) == 1 else b"".join(found)
+            found.append(data)
+            left -= len(data)
+        self.close()
+        raise BadAnswer(f"the answer is longer than {limit} bytes")
+
+    async def _more(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def splice(
+        self,
+        exchange: Exchange,
+        *,
+        on_first: Callable[[], None] | None = None,
+        keep_tail: int = 4096,
+        end: bool = True,
+    ) -> asyncio.Future[tuple[bytes, int]]:
+        """Pass the body to the client as it comes; the result is its last `keep_tail` bytes and its length.
+
+        `on_first` is called before the first byte is passed on (never for an empty body), and may start the
+        exchange. At the answer's end the exchange is ended too, unless `end` is False or it has not started. Raises
+        UpstreamError when the answer breaks off; the exchange is then as it was, and open. Cancelling the future
+        closes the answer, and a client that goes away cancels it.
+        """
+        assert self._exchange is None and self._waiter is None
+        spliced = asyncio.get_running_loop().create_future()
+        self._spliced = spliced
+        self._exchange = exchange
+        self._on_first = on_first
+        self._keep_tail = keep_tail
+        self._end = end
+        self._tail: deque[bytes] = deque()
+        self._tail_bytes = self._total = 0
+        if exchange.gone:
+            spliced.cancel()
+            self.close()
+            return spliced
+        if self._parts:
+            data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self._parts.clear()
+            self._queued = 0
+            self.take(data)
+        if self._complete:
+            self._end_splice()
+        elif self._error is not None:
+            self._break_splice(self._error)
+        elif not spliced.done():
+            exchange.on_gone(self._client_gone)
+            spliced.add_done_callback(self._on_spliced)
+            if not exchange.blocked:
+                self._conn.resume()
+        return spliced
+
+    def _on_spliced(self, spliced: asyncio.Future[tuple[bytes, int]]) -> None:
+        if spliced.cancelled():
+            self.close()
+
+    def _client_gone(self) -> None:
+        assert self._spliced is not None
+        self._spliced.cancel()
+        self.close()
+
+    def _end_splice(self) -> None:
+        exchange, spliced = self._exchange, self._spliced
+        assert exchange is not None and spliced is not None
+        if spliced.done():
+            return
+        exchange.on_gone(None)
+        exchange.on_writable(None)
+        if self._end and exchange.started:
+            exchange.end()
+        tail = b"".join(self._tail)
+        self._tail.clear()
+        spliced.set_result((tail[-self._keep_tail :] if self._keep_tail else b"", self._total))
+
+    def _break_splice(self, error: BaseException) -> None:
+        exchange, spliced = self._exchange, self._spliced
+        assert exchange is not None and spliced is not None
+        if not spliced.done():
+            exchange.on_gone(None)
+            exchange.on_writable(None)
+            spliced.set_exception(error)
+
+    # -- for the connection
+
+    def take(self, data: bytes, last: bool = False) -> None:
+        """More of the body; the connection calls `finish` next if it is the last."""
+        exchange = self._exchange
+        size = len(data)
+        if exchange is None:
+            self._parts.append(data)
+            self._queued += size
+            if self._queued >= QUEUE_BYTES:
+                self._conn.pause()
+            waiter = self._waiter
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+            return
+        spliced = self._spliced
+        assert spliced is not None
+        if spliced.done():  # cancelled just now
+            return
+        try:
+            if not self._total and self._on_first is not None:
+                self._on_first()
+            self._total += size
+            tail = self._tail
+            tail.append(data)
+            kept = self._tail_bytes + size
+            keep = self._keep_tail
+            while kept - len(tail[0]) >= keep and len(tail) > 1:
+                kept -= len(tail.popleft())
+            self._tail_bytes = kept
+            if last and self._end:
+                exchange.end(data)  # all in one write
+            else:
+                exchange.write(data)
+        except Exception as error:  # the caller's: on_first raised, or the exchange is not one to write to
+            self._break_splice(error)
+            self._conn.fail(UpstreamClosed("the answer was closed by its reader"))
+            return
+        if exchange.blocked:
+            self._conn.pause()
+            exchange.on_writable(self._conn.resume)
+
+    def finish(self) -> None:
+        self._complete = True
+        if self._exchange is not None:
+            self._end_splice()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def break_off(self, error: UpstreamError) -> None:
+        self._error = error
+        if self._exchange is not None:
+            self._break_splice(error)
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Connection(asyncio.Protocol):
+    __slots__ = (
+        "_answer", "_answered", "_dechunk", "_head_request", "_held", "_left", "_mode", "_now", "_origin",
+        "_paused", "_pool", "_read_at", "_reusable", "_state", "_until", "touched", "transport",
+    )  # fmt: skip
+
+    def __init__(self, pool: Upstream, origin: _Origin) -> None:
+        self._pool, self._origin = pool, origin
+        self._now = asyncio.get_running_loop().time
+        self.transport: asyncio.Transport | None = None
+        self._state = _IDLE
+        self._held = b""  # of a head
+        self._answer: Answer | None = None
+        self._answered: asyncio.Future[Answer] | None = None
+        self._dechunk: Dechunk | None = None
+        self._mode = _LENGTH
+        self._left = 0
+        self._paused = False
+        self._reusable = False
+        self._head_request = False
+        self.touched = False  # a byte of the present answer has come
+        self._read_at = self._now()
+        self._until = _NEVER
+
+    @property
+    def usable(self) -> bool:
+        return self._state == _IDLE and self.transport is not None and not self.transport.is_closing()
+
+    def exchange(
+        self, head: bytes, body: bytes, head_request: bool, timeout_s: float | None
+    ) -> asyncio.Future[Answer]:
+        """Send a request. Its future raises UpstreamError; cancelling it ends the connection."""
+        transport = self.transport
+        assert transport is not None
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answered = answered
+        self._state = _HEAD
+        self._head_request = head_request
+        self.touched = False
+        self._read_at = now = self._now()
+        self._until = _NEVER if timeout_s is None else now + timeout_s
+        if not body:
+            transport.write(head)
+        elif len(body) <= JOIN_BYTES:
+            transport.write(head + body)
+        else:
+            transport.writelines((head, body))
+        return answered
+
+    # -- from the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
+        self._pool.connections.add(self)
+        if self._state == _CLOSED:
+            transport.abort()
+        else:
+            no_delay(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._read_at = self._now()
+        if self._state == _BODY:
+            self._take_body(data)
+        elif self._state == _HEAD:
+            self._take_head(data)
+        else:  # nothing was asked
+            self.fail(UpstreamClosed("bytes came that nobody asked for"))
+
+    def eof_received(self) -> None:
+        """The transport closes itself after this."""
+        if self._state == _BODY and self._mode == _CLOSE:
+            self._complete(b"")
+        else:
+            self.fail(self._closed(None))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.fail(self._closed(error))
+        self._pool.forget(self)
+
+    def _closed(self, error: Exception | None) -> UpstreamClosed:
+        why = f": {error}" if error is not None else ""
+        where = "within its answer" if self._state == _BODY else "before its answer's head"
+        return UpstreamClosed(f"{self._origin.host}:{self._origin.port} closed the connection {where}{why}")
+
+    # -- an answer's bytes
+
+    def _take_head(self, data: bytes) -> None:
+        self.touched = True
+        if self._held:
+            begin = max(0, len(self._held) - 3)
+            data = self._held + data
+            end = data.find(b"\r\n\r\n", begin)
+        else:
+            end = data.find(b"\r\n\r\n")
+        limit = self._pool.limits.max_head
+        if (end + 4 if end >= 0 else len(data)) > limit:
+            self.fail(BadAnswer(f"the answer's head is longer than {limit} bytes"))
+            return
+        if end < 0:
+            if not b"HTTP/1.".startswith(data[:7]):
+                self.fail(BadAnswer("the answer is not HTTP/1.1"))
+                return
+            self._held = data
+            return
+        end += 4
+        try:
+            rest = self._begin(data[:end], data[end:])
+        except BadAnswer as error:
+            self.fail(error)
+            return
+        if rest is not None:
+            self._held = b""
+            if rest:
+                self._take_head(rest)
+
+    def _begin(self, head: bytes, rest: bytes) -> bytes | None:
+        """Read a head; what follows it if it was interim, else None. Raises BadAnswer."""
+        sink = HeadSink()
+        parser = httptools.HttpResponseParser(sink)
+        try:
+            parser.feed_data(head)
+        except httptools.HttpParserUpgrade:
+            raise BadAnswer("the answer changes the protocol") from None
+        except httptools.HttpParserError as error:
+            raise BadAnswer(f"the answer is not valid HTTP/1.1: {error}") from None
+        status = parser.get_status_code()
+        if head[:7] != b"HTTP/1." or head[7] not in b"01" or not sink.complete or not 100 <= status <= 599:
+            raise BadAnswer("the answer is not HTTP/1.1")
+        if status < 200:
+            if status == 101:
+                raise BadAnswer("the answer changes the protocol")
+            return rest
+        answer = Answer(self, status, sink.headers(head), self._pool.limits.read_idle_s)
+        fields = answer.headers
+        length, coding = fields.get("content-length"), fields.get("transfer-encoding")
+        connection = fields.get("connection")
+        if head[7] == 49:
+            self._reusable = connection is None or "close" not in tokens_of(connection)
+        else:
+            options = tokens_of(connection or "")
+            self._reusable = "keep-alive" in options and "close" not in options
+        if length is not None:
+            if coding is not None or not (length.isascii() and length.isdigit() and len(length) < 19):
+                raise BadAnswer("the answer's length is ambiguous")
+            answer.length = int(length)
+        if self._head_request or status == 204 or status == 304:
+            self._mode, self._left = _LENGTH, 0
+        elif coding is not None:
+            if coding.lower() != "chunked" or head[7] != 49:
+                raise BadAnswer(f"Transfer-Encoding: {coding} is not supported")
+            self._mode, self._dechunk = _CHUNKS, Dechunk()
+        elif answer.length is not None:
+            self._mode, self._left = _LENGTH, answer.length
+        else:
+            self._mode, self._reusable = _CLOSE, False
+        self._held = b""
+        self._answer = answer
+        self._state = _BODY
+        answered, self._answered = self._answered, None
+        assert answered is not None
+        if answered.cancelled():
+            self.fail(UpstreamClosed("the call was cancelled"))
+            return None
+        answered.set_result(answer)
+        if rest or (self._mode == _LENGTH and not self._left):
+            self._take_body(rest)
+        return None
+
+    def _take_body(self, data: bytes) -> None:
+        answer = self._answer
+        assert answer is not None
+        mode = self._mode
+        if mode == _CHUNKS:
+            dechunk = self._dechunk
+            assert dechunk is not None
+            try:
+                data = dechunk.feed(data)
+            except BadFraming as error:
+                self.fail(BadAnswer(f"the answer's body is not valid: {error}"))
+                return
+            if data:
+                answer.take(data, dechunk.done)
+            if dechunk.done:
+                self._complete(dechunk.rest)
+        elif mode == _LENGTH:
+            left = self._left - len(data)
+            if left > 0:
+                self._left = left
+                answer.take(data)
+                return
+            rest = b""
+            if left < 0:
+                data, rest = data[:left], data[left:]
+            self._left = 0
+            if data:
+                answer.take(data, True)
+            self._complete(rest)
+        else:
+            answer.take(data)
+
+    def _complete(self, rest: bytes) -> None:
+        """The answer has come to its end; `rest` came after it."""
+        answer = self._answer
+        if answer is None or self._state != _BODY:  # its reader closed it meanwhile
+            return
+        self._answer = self._dechunk = None
+        transport = self.transport
+        assert transport is not None
+        reusable = self._reusable and not rest and not transport.is_closing()
+        if reusable and not transport.get_write_buffer_size() and self._pool.keeps(self._origin):
+            self._state = _IDLE
+            if self._paused:
+                self._paused = False
+                transport.resume_reading()
+            self._origin.idle.append(self)
+        else:
+            self._state = _CLOSED
+            transport.abort()
+        answer.finish()
+
+    # -- for the answer and the pool
+
+    def pause(self) -> None:
+        transport = self.transport
+        if not self._paused and self._state == _BODY and transport is not None and not transport.is_closing():
+            self._paused = True
+            transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused and self._state == _BODY and self.transport is not None:
+            self._paused = False
+            self._read_at = self._now()
+            if not self.transport.is_closing():
+                self.transport.resume_reading()
+
+    def fail(self, error: UpstreamError) -> None:
+        """End the connection, and what runs on it with `error`."""
+        if self._state == _CLOSED:
+            return
+        if self._state == _IDLE and self in self._origin.idle:
+            self._origin.idle.remove(self)
+        self._state = _CLOSED
+        if self.transport is not None:
+            self.transport.abort()
+        answered, self._answered = self._answered, None
+        answer, self._answer = self._answer, None
+        if answered is not None and not answered.done():
+            answered.set_exception(error)
+        if answer is not None:
+            self._answer = None
+            answer.break_off(error)
+
+    def check(self, now: float) -> None:
+        if self._state == _HEAD:
+            if now >= self._until:
+                self.fail(UpstreamTimeout(f"{self._origin.host}:{self._origin.port} did not answer in time"))
+        elif self._state == _BODY:
+            assert self._answer is not None
+            if not self._paused and now - self._read_at >= self._answer.read_idle_s:
+                silent_s = self._answer.read_idle_s
+                who = f"{self._origin.host}:{self._origin.port}"
+                self.fail(UpstreamTimeout(f"{who} was silent for {silent_s:g} s within its answer"))
+        elif self._state == _IDLE and now - self._read_at >= self._pool.limits.idle_timeout_s:
+            self.fail(UpstreamClosed("idle"))
+
+
+class Upstream:
+    """A pool of connections. To be used and closed in one event loop."""
+
+    def __init__(self, limits: UpstreamLimits | None = None) -> None:
+        self.limits = limits or UpstreamLimits()
+        self.connections: set[_Connection] = set()
+        self._origins: dict[str, _Origin] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    async def request(
+        self,
+        url_base: str,
+        method: str,
+        target: bytes,
+        headers: Headers,
+        body: bytes = b"",
+        *,
+        connect_timeout_s: float,
+        head_timeout_s: float | None,
+    ) -> Answer:
+        """Send a request; return once its answer's head is there.
+
+        Host and the framing headers are set here, a caller's are dropped. Raises UpstreamError, and ValueError for
+        what cannot be sent.
+        """
+        origin = self._origins.get(url_base) or self._origin(url_base)
+        head = _request_head(origin, method, target, headers, body)
+        head_request = method == "HEAD"
+        idle = origin.idle
+        while idle:
+            conn = idle.pop()
+            if conn.usable:
+                try:
+                    return await self._answer(conn, head, body, head_request, head_timeout_s)
+                except UpstreamClosed:
+                    if conn.touched or self._closed:
+                        raise
+                break
+        conn = await self._connect(origin, connect_timeout_s)
+        return await self._answer(conn, head, body, head_request, head_timeout_s)
+
+    async def close(self) -> None:
+        """End every connection, and the calls on them with UpstreamClosed."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for conn in list(self.connections):
+            conn.fail(UpstreamClosed("the pool is closed"))
+        for _ in range(100):
+            if not self.connections:
+                break
+            await asyncio.sleep(0)
+
+    async def _answer(
+        self, conn: _Connection, head: bytes, body: bytes, head_request: bool, timeout_s: float | None
+    ) -> Answer:
+        answered = conn.exchange(head, body, head_request, timeout_s)
+        try:
+            return await answered
+        except asyncio.CancelledError:
+            conn.fail(UpstreamClosed("the call was cancelled"))
+            raise
+
+    async def _connect(self, origin: _Origin, timeout_s: float) -> _Connection:
+        self._check_open()
+        loop = asyncio.get_running_loop()
+        conn = _Connection(self, origin)
+        where = f"{origin.host}:{origin.port}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                await loop.create_connection(lambda: conn, origin.host, origin.port)
+            self._check_open()
+        except TimeoutError:
+            conn.fail(UpstreamClosed("not connected in time"))
+            raise ConnectError(f"no connection to {where} within {timeout_s:g} s") from None
+        except OSError as error:
+            conn.fail(UpstreamClosed("not connected"))
+            raise ConnectError(f"no connection to {where}: {error}") from None
+        except BaseException:
+            conn.fail(UpstreamClosed("the call was cancelled"))
+            raise
+        if not conn.usable:
+            raise UpstreamClosed(f"{where} closed the connection at once")
+        return conn
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConnectError("the pool is closed")
+
+    def _origin(self, url: str) -> _Origin:
+        if self._timer is None and not self._closed:
+            self._watch()
+        origin = self._origins[url] = _Origin(url)
+        return origin
+
+    def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for conn in list(self.connections):
+            conn.check(now)
+        self._timer = loop.call_later(self.limits.tick_s, self._watch)
+
+    # -- for connections
+
+    def keeps(self, origin: _Origin) -> bool:
+        return not self._closed and len(origin.idle) < self.limits.max_idle
+
+    def forget(self, conn: _Connection) -> None:
+        self.connections.discard(conn)
+
+
+def _request_head(origin: _Origin, method: str, target: bytes, headers: Headers, body: bytes) -> bytes:
+    target = origin.prefix + target
+    if not method.isalpha() or not target.startswith(b"/") or b" " in target:
+        raise ValueError(f"{method} {target!r} is no request")
+    parts = [b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method.encode("ascii"), target, origin.authority)]
+    lines = 3
+    for name, value in headers:
+        if name.lower() not in _OWN:
+            parts += (name, b": ", value, b"\r\n")
+            lines += 1
+    if body or method in _BODY_METHODS:
+        parts.append(b"content-length: %d\r\n\r\n" % len(body))
+        lines += 1
+    else:
+        parts.append(b"\r\n")
+    head = b"".join(parts)
+    check_head(head, lines)
+    return head
