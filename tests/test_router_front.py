@@ -396,7 +396,7 @@ async def test_the_next_step_sends_for_what_it_appended(redis_url, cluster_name)
             async with http.post("/v1/completions", json=body(prompt=text)) as answer:
                 assert answer.status == 200
             assert np.frombuffer(n.prefills[-1].tokens, "<i4").tolist() == list(text.encode())
-            assert service.tokens.tokens == len(text)
+            assert service.prompts.cache.tokens == len(text)
             if step:
                 assert n.sent_tokens[-1] == 100
             text += "b" * 100

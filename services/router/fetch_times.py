@@ -14,7 +14,7 @@ import math
 from shared.timing import FetchModel
 
 KEEP = 0.98
-PRIOR = 8.0
+PRIOR = 4.0
 _PRIOR_TOKENS = (1_000.0, 100_000.0)  # where the prior's fetches lie
 
 

@@ -17,17 +17,16 @@ import uuid
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 import prometheus_client
 
 from services.router.answer import Answering, Headers
-from services.router.calls import Api, Call, ids_given, plain_body, read_call
+from services.router.calls import Api, Call, plain_body, read_call
 from services.router.cluster import Node, NodeDown
 from services.router.explain import explained
 from services.router.flight import Flight
-from services.router.placement import Candidate, Costs, Prefill, bind_decode, candidates
+from services.router.placement import Prefill
+from services.router.placing import Placer
 from services.router.tenants import qualified
-from services.router.tokens import head_keys
 from services.router.upstream import Moved, relayed, usage_in
 from services.router.upstream_http import UpstreamError
 from shared.messages import BranchPlaced, FetchPlan, NodeInfo, Outcome, Phase, PrefillCall, PrefillEvent
@@ -42,8 +41,7 @@ if TYPE_CHECKING:
 
 DEFAULT_OUTPUT_TOKENS = 512  # room to look for when the client sets no limit
 CONNECT_S = 3.0
-MOST_BYTES, MOST_ERROR_BYTES = 2**28, 2**20
-TOKENIZE_S = 30.0
+MOST_ERROR_BYTES = 2**20
 # Between router and worker only, or about one connection only: a client's own are dropped. The key stays here.
 _DROPPED = {
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding",
@@ -69,7 +67,8 @@ class Proxy:
         self._settings = service.router_settings
         self._cluster = service.cluster
         self._clock = service.clock
-        self._placements = 0
+        self._placer = Placer(service)
+        self._prompts = service.prompts
         registry = service.metrics
         self._done = prometheus_client.Counter(
             "ei_router_requests", "Requests by outcome", ["outcome"], registry=registry
@@ -194,7 +193,7 @@ class Proxy:
     ) -> None:
         flight.tenant = key.tenant or ""
         flight.salt = self._s.keys.salt(key.tenant)
-        prompt = await self._prompt(exchange, api, call, info, flight)
+        prompt = await self._prompts.read(exchange, api, call, info, flight)
         check_length(prompt.tokens.size, info.max_context)
         limit = call.output_limit
         if limit is not None and prompt.tokens.size + limit > info.max_context:
@@ -223,7 +222,7 @@ class Proxy:
         tried: set[str] = set()
         for _ in range(self._settings.max_attempts):
             if not flight.decode_node:
-                await self._bind(info.model, flight, needed, tried)
+                await self._placer.bind(info.model, flight, needed, tried)
             try:
                 await self._decode(exchange, flight, answering)
                 return
@@ -237,79 +236,6 @@ class Proxy:
                 flight.decode_node = ""
         raise _gave_up("decode", self._settings.max_attempts)
 
-    async def _prompt(
-        self, exchange: Exchange, api: Api, call: Call, info: NodeInfo, flight: Flight
-    ) -> Known:
-        """The prompt's ids and page hashes. A worker tokenizes what the client did not give as ids, and sends only what
-        it appended to the last prompt of the conversation."""
-        cache = self._s.tokens
-        space = flight.tenant.encode() + b"\0" + info.model.encode() + b"\0"
-        keys = [space + name for name in self._conversation(exchange, call)]
-        tokens = ids_given(call, api)
-        if tokens is None:
-            known = cache.known(keys)
-            headers: Headers = [
-                (b"Content-Type", b"application/json"),
-                (b"Accept", b"application/octet-stream"),
-                (b"X-EI-Path", api.value.encode()),
-            ]
-            if known is not None:
-                headers.append((b"X-EI-Known-Tokens", str(known.tokens.size).encode()))
-                headers.append((b"X-EI-Known-Digest", known.digest.hex().encode()))
-            status, answer_headers, data = await self.ask_any(
-                info.model, "/v1/tokenize", headers, exchange.body
-            )
-            if status != 200:
-                raise relayed(status, data)
-            tokens = np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
-            begin = answer_headers.get("x-ei-from", "0")
-            if known is not None and begin == str(known.tokens.size):
-                tokens = np.concatenate([known.tokens, tokens])
-        return cache.prompt(keys, tokens, info.page_size, flight.salt)
-
-    @staticmethod
-    def _conversation(exchange: Exchange, call: Call) -> list[bytes]:
-        headers = exchange.headers
-        for name in (
-            "x-ei-branch",
-            "x-claude-code-agent-id",
-            "thread-id",
-            "x-dynamo-session-id",
-            "x-session-id",
-        ):
-            if name in headers:
-                return [headers[name].encode("utf-8", "replace")]
-        prompt = bytes(call.messages) or bytes(call.input) or bytes(call.prompt) or bytes(call.input_ids)
-        return head_keys(prompt or bytes(call.text))
-
-    async def ask_any(
-        self, model: str, target: str, headers: Headers, body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of a POST to the least busy worker of the model that answers.
-
-        Raises ApiError 503 when three of them do not.
-        """
-        nodes = [node for node in self._cluster.live() if node.info.model == model]
-        nodes.sort(key=lambda node: len(node.prefills) + len(node.decodes))
-        for node in nodes[:3]:
-            try:
-                async with node.calling():
-                    answer = await self._s.upstream.request(
-                        node.info.url, "POST", target.encode(), headers, body,
-                        connect_timeout_s=CONNECT_S, head_timeout_s=TOKENIZE_S,
-                    )  # fmt: skip
-                    return answer.status, answer.headers, await answer.read(MOST_BYTES)
-            except (UpstreamError, NodeDown) as error:
-                self._lost(node, error)
-                self._s.log.warning("ask_failed", node=node.info.node, path=target, error=error)
-        raise ApiError(
-            503,
-            f"No worker can serve {target} right now.",
-            type="server_error",
-            code="no_worker",
-            retry_after_s=1,
-        )
-
     def _lost(self, node: Node, error: Exception) -> None:
         if not isinstance(error, NodeDown):
             self._cluster.failed(node.info.node)
@@ -321,7 +247,7 @@ class Proxy:
         data = prompt.tokens.astype("<i4", copy=False).tobytes()
         tried: set[str] = set()
         for _ in range(self._settings.max_attempts):
-            choice = await self._place(model, prompt, flight, tried)
+            choice = await self._placer.prefill_node(model, prompt, flight, tried)
             node = self._cluster.nodes.get(choice.node)
             if node is None:
                 continue
@@ -360,40 +286,6 @@ class Proxy:
             self._s.log.info("prefill_moved", rid=flight.rid, node=choice.node, why=why)
         raise _gave_up("prefill", self._settings.max_attempts)
 
-    async def _place(self, model: str, prompt: Known, flight: Flight, tried: set[str]) -> Candidate:
-        """The best prefill node; waits for one while none can take the request."""
-        deadline = asyncio.get_running_loop().time() + self._settings.place_timeout_s
-        while True:
-            nodes = self._cluster.prefill_nodes(model, tried)
-            if nodes:
-                node = self._cluster.nodes[nodes[0].node]
-                costs = Costs(
-                    fetch=self._cluster.fetch_model(node),
-                    copy_s_per_token=self._settings.copy_s_per_token,
-                    max_state_age_s=self._settings.max_state_age_s * self._clock.speedup,
-                )
-                holders = self._cluster.index.match(prompt.hashes)
-                now = self._clock.now()
-                found = candidates(
-                    flight.prompt_tokens, node.info.page_size, holders, nodes, costs, now, flight.rid
-                )
-                flight.candidates = found
-                flight.to_pull = (
-                    flight.prompt_tokens - self._cluster.mean_held(model, holders) * node.info.page_size
-                )
-                flight.predicted_ttft_s = (
-                    now - flight.t_arrive + found[0].predicted_s + self._cluster.handoff_s(flight.to_pull)
-                )
-                self._placements += 1
-                rate = self._settings.decision_log_rate
-                if int(self._placements * rate) != int((self._placements - 1) * rate):
-                    self._s.log.info(
-                        "placed", rid=flight.rid, branch=flight.branch, candidates=explained(flight)
-                    )
-                return found[0]
-            tried.clear()  # nobody is left: a node that was tried may do by now
-            await self._wait_for_change(deadline, "prefill")
-
     async def _prefill(
         self, info: NodeInfo, model: str, prefill: PrefillCall, flight: Flight, needed: int
     ) -> None:
@@ -427,7 +319,7 @@ class Proxy:
         if event.event == "started":
             flight.t_prefill_start = self._clock.now()
             if not flight.decode_node:
-                await self._bind(model, flight, needed, set())
+                await self._placer.bind(model, flight, needed, set())
         elif event.event == "done":
             flight.t_prefill_end = self._clock.now()
             flight.cached_tokens = event.cached_tokens
@@ -444,47 +336,6 @@ class Proxy:
         return False
 
     # ------------------------------------------------------------------ decode
-
-    async def _bind(self, model: str, flight: Flight, needed: int, tried: set[str]) -> None:
-        """Choose the decode node and place the branch there (E.3, line 13)."""
-        deadline = asyncio.get_running_loop().time() + self._settings.place_timeout_s
-        while True:
-            nodes = self._cluster.decode_nodes(model, tried)
-            chosen = bind_decode(
-                needed,
-                nodes,
-                self._settings.max_state_age_s * self._clock.speedup,
-                self._clock.now(),
-                prefer=flight.prefill_node,
-            )
-            if chosen is not None:
-                flight.decode_node = chosen
-                self._cluster.nodes[chosen].decodes[flight.rid] = needed
-                self._s.branch_out.publish(
-                    BranchPlaced(flight.branch, chosen, Phase.DECODE, self._clock.now(), flight.rid, needed)
-                )
-                view = self._s.branches.get(flight.branch)
-                if view is not None:
-                    view.prefill_node, view.decode_node = flight.prefill_node, chosen
-                return
-            tried.clear()
-            await self._wait_for_change(deadline, "decode")
-
-    async def _wait_for_change(self, deadline: float, phase: str) -> None:
-        left = deadline - asyncio.get_running_loop().time()
-        if left <= 0:
-            raise ApiError(
-                503,
-                f"No {phase} node is ready; waited {self._settings.place_timeout_s:g} s.",
-                type="server_error",
-                code=f"no_{phase}_node",
-                retry_after_s=1,
-            )
-        try:
-            async with asyncio.timeout(min(left, 0.25)):
-                await self._cluster.changed()
-        except TimeoutError:
-            pass
 
     async def _decode(self, exchange: Exchange, flight: Flight, answering: Answering) -> None:
         node = self._cluster.nodes.get(flight.decode_node)

@@ -21,10 +21,10 @@ from services.router.gate import Gate
 from services.router.hooks import read_hook
 from services.router.http import HttpLimits, HttpServer
 from services.router.identity import check_branch_id
+from services.router.prompts import Prompts
 from services.router.proxy import Proxy
 from services.router.settings import RouterSettings
 from services.router.tenants import Identities, qualified, tenant_of
-from services.router.tokens import TokenCache
 from services.router.tracing import tracer
 from services.router.upstream_http import Upstream, UpstreamError
 from shared.api_errors import openai_errors
@@ -62,7 +62,6 @@ class RouterService(Service):
         check_listen(settings.host, self._key_file is not None, settings.allow_anonymous)
         self.identities = Identities(self.instance.removeprefix("router-"), settings.branch_idle_s)
         self.branches = Branches()
-        self.tokens = TokenCache(settings.token_cache_tokens)
         self.gate = Gate(settings.max_requests, settings.max_waiting)
         self.tracer = tracer(settings.tracing, self.instance)
         self._secret = secrets.token_urlsafe(24)
@@ -79,6 +78,7 @@ class RouterService(Service):
         """The client's port is `Front`'s; aiohttp serves the rest behind it, and on `admin_port` if there is one."""
         settings = self.router_settings
         self.upstream = Upstream()
+        self.prompts = Prompts(self.cluster, self.upstream, settings.token_cache_tokens)
         self.proxy = Proxy(self)
         sock = self._bind(settings.host, settings.port)
         self.url = self._url_of(sock)
@@ -371,7 +371,7 @@ class RouterService(Service):
         gauge("ei_router_in_flight", "Requests in flight").set_function(lambda: self.gate.admission.in_flight)
         gauge("ei_router_waiting", "Requests in line").set_function(lambda: self.gate.admission.waiting)
         gauge("ei_router_cached_tokens", "Token ids kept for next steps").set_function(
-            lambda: self.tokens.tokens
+            lambda: self.prompts.cache.tokens
         )
         gauge("ei_router_nodes", "Registered workers").set_function(lambda: len(self.cluster.nodes))
         gauge("ei_router_branches", "Branches known").set_function(lambda: len(self.branches.list()))

@@ -1,0 +1,102 @@
+"""A prompt's token ids and page hashes: given by the client, or from a worker's tokenizer.
+
+Rules that hold here
+- A worker gets the request as the client sent it, and answers with the ids after those of the conversation's last prompt
+  only, if the new prompt begins with them (`tokens.py`).
+- Any worker of the model may be asked; one that does not answer is reported to the cluster, and another one asked.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.router.answer import Headers
+from services.router.calls import Api, Call, ids_given
+from services.router.cluster import Cluster, NodeDown
+from services.router.flight import Flight
+from services.router.http import Exchange
+from services.router.tokens import Known, TokenCache, head_keys
+from services.router.upstream import relayed
+from services.router.upstream_http import Upstream, UpstreamError
+from shared.log import get_logger
+from shared.messages import NodeInfo
+from shared.openai import ApiError
+
+CONNECT_S = 3.0
+TOKENIZE_S = 30.0
+MOST_BYTES = 2**28
+# Headers that name one conversation.
+_NAMES = ("x-ei-branch", "x-claude-code-agent-id", "thread-id", "x-dynamo-session-id", "x-session-id")
+log = get_logger("router")
+
+
+class Prompts:
+    def __init__(self, cluster: Cluster, upstream: Upstream, limit: int) -> None:
+        """`limit`: tokens that are kept for next steps."""
+        self.cache = TokenCache(limit)
+        self._cluster, self._upstream = cluster, upstream
+
+    async def read(self, exchange: Exchange, api: Api, call: Call, info: NodeInfo, flight: Flight) -> Known:
+        """The prompt's ids and page hashes. A worker tokenizes what the client did not give as ids, and sends only what
+        it appended to the last prompt of the conversation."""
+        space = flight.tenant.encode() + b"\0" + info.model.encode() + b"\0"
+        keys = [space + name for name in self._conversation(exchange, call)]
+        tokens = ids_given(call, api)
+        if tokens is None:
+            known = self.cache.known(keys)
+            headers: Headers = [
+                (b"Content-Type", b"application/json"),
+                (b"Accept", b"application/octet-stream"),
+                (b"X-EI-Path", api.value.encode()),
+            ]
+            if known is not None:
+                headers.append((b"X-EI-Known-Tokens", str(known.tokens.size).encode()))
+                headers.append((b"X-EI-Known-Digest", known.digest.hex().encode()))
+            status, answer_headers, data = await self._ask_any(
+                info.model, "/v1/tokenize", headers, exchange.body
+            )
+            if status != 200:
+                raise relayed(status, data)
+            tokens = np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
+            begin = answer_headers.get("x-ei-from", "0")
+            if known is not None and begin == str(known.tokens.size):
+                tokens = np.concatenate([known.tokens, tokens])
+        return self.cache.prompt(keys, tokens, info.page_size, flight.salt)
+
+    @staticmethod
+    def _conversation(exchange: Exchange, call: Call) -> list[bytes]:
+        headers = exchange.headers
+        for name in _NAMES:
+            if name in headers:
+                return [headers[name].encode("utf-8", "replace")]
+        prompt = bytes(call.messages) or bytes(call.input) or bytes(call.prompt) or bytes(call.input_ids)
+        return head_keys(prompt or bytes(call.text))
+
+    async def _ask_any(
+        self, model: str, target: str, headers: Headers, body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of a POST to the least busy worker of the model that answers.
+
+        Raises ApiError 503 when three of them do not.
+        """
+        nodes = [node for node in self._cluster.live() if node.info.model == model]
+        nodes.sort(key=lambda node: len(node.prefills) + len(node.decodes))
+        for node in nodes[:3]:
+            try:
+                async with node.calling():
+                    answer = await self._upstream.request(
+                        node.info.url, "POST", target.encode(), headers, body,
+                        connect_timeout_s=CONNECT_S, head_timeout_s=TOKENIZE_S,
+                    )  # fmt: skip
+                    return answer.status, answer.headers, await answer.read(MOST_BYTES)
+            except (UpstreamError, NodeDown) as error:
+                if not isinstance(error, NodeDown):
+                    self._cluster.failed(node.info.node)
+                log.warning("ask_failed", node=node.info.node, path=target, error=error)
+        raise ApiError(
+            503,
+            f"No worker can serve {target} right now.",
+            type="server_error",
+            code="no_worker",
+            retry_after_s=1,
+        )
