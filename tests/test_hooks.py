@@ -6,8 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from services.router.claims import Hints
 from services.router.hooks import HookAction, read_hook
-from services.router.identity import Hints, Identifier
+from services.router.identity import Identifier
 from shared.openai import ApiError
 
 

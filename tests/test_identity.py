@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.router.branches import Branches, common_pages
-from services.router.identity import OBSERVED_BUSY_S, Hints, Identifier, Identity, RequestKind
+from services.router.claims import Hints, RequestKind
+from services.router.identity import OBSERVED_BUSY_S, Identifier, Identity
 from shared.messages import BranchRequest, pack_pages, unpack_pages
 from shared.openai import ApiError
 from shared.pages import page_hashes

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
-from services.router.identity import Hints
+from services.router.claims import Hints
 from shared.openai import ApiError, TokenArray, prompt_ids
 
 _ABSENT = msgspec.Raw(b"")

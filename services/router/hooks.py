@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import msgspec
 
-from services.router.identity import claude_branch, foreign_id
+from services.router.claims import claude_branch, foreign_id
 from shared.openai import ApiError
 
 

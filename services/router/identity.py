@@ -59,16 +59,15 @@ Rules that hold here
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from itertools import islice
 
 import msgspec
 import numpy as np
 
 from services.router.branches import common_pages
+from services.router.claims import Claim, Hints, RequestKind, claim_of, said_yes
 from shared.messages import PageArray
 from shared.openai import ApiError, TokenArray
 
@@ -78,7 +77,6 @@ FINAL = "X-EI-Branch-Final"
 DYNAMO_FINAL = "X-Dynamo-Session-Final"
 INFERRED = "auto-"  # every router's prefix of inferred ids begins so
 MAX_ID_LENGTH = 256
-MAX_FOREIGN_LENGTH = 100  # of a harness's id, so that two of them and a prefix are a branch id
 EDIT_PAGES = 64
 SHORT_PAGES = 32
 TEMPLATE_TOKENS = 4  # at a prompt's end: a chat template may write them differently in the next prompt
@@ -91,33 +89,6 @@ _SESSIONS = ("claude", "program", "conversation", *_POOLS)  # prefixes of what b
 
 _NO_PATH: PageArray = np.empty(0, dtype=np.int64)
 _NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
-_ABSENT = msgspec.Raw(b"")
-_CLAUDE_USER = re.compile(r"_session_([0-9A-Za-z-]+)$")
-_MARKS = str.maketrans({"%": "%25", "/": "%2F", "~": "%7E"})
-
-
-class RequestKind(StrEnum):
-    """What the harness says that the request is for."""
-
-    TURN = "turn"
-    PREWARM = "prewarm"
-    COMPACTION = "compaction"
-    MEMORY = "memory"
-
-
-class Hints(msgspec.Struct):
-    """The body fields that may name a branch, as raw JSON: an odd value must not fail a request.
-
-    `previous_response_id` names no branch (it changes with every request).
-    """
-
-    metadata: msgspec.Raw = _ABSENT
-    nvext: msgspec.Raw = _ABSENT
-    program_id: msgspec.Raw = _ABSENT
-    prompt_cache_key: msgspec.Raw = _ABSENT
-    session_id: msgspec.Raw = _ABSENT
-    conversation: msgspec.Raw = _ABSENT
-    previous_response_id: msgspec.Raw = _ABSENT
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -138,192 +109,6 @@ def check_branch_id(value: str, where: str) -> str:
             400, f"{where} must be 1 to {MAX_ID_LENGTH} printable characters.", param=where, code="bad_branch"
         )
     return value
-
-
-def foreign_id(value: object) -> str:
-    """A harness's id as a part of a branch id, empty when it is none. "/" and "~" part branch ids: escaped."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
-        value = str(value)
-    if not isinstance(value, str):
-        return ""
-    value = value.strip()
-    if not value or len(value) > MAX_FOREIGN_LENGTH or not value.isprintable():
-        return ""
-    value = value.translate(_MARKS)
-    return value if len(value) <= MAX_FOREIGN_LENGTH else ""
-
-
-def claude_branch(session: str, agent: str = "") -> str:
-    """Branch of a Claude Code session or of one of its agents; both are `foreign_id`s."""
-    return f"claude:{session}/{agent}" if agent else f"claude:{session}"
-
-
-# ------------------------------------------------------------------------------- what a request says
-
-
-class _Claim(msgspec.Struct, frozen=True):
-    """What a row says. With `branch` it is exact; otherwise the path decides within `session`."""
-
-    source: str
-    session: str  # main branch of the session; empty: none
-    branch: str = ""
-    parent: str = ""
-    kind: RequestKind = RequestKind.TURN
-    final: bool = False
-    own_agents: bool = False  # the harness's sub-agents have ids of their own
-    prefix_breaks: bool = False  # its long requests are its main agent's, even with another beginning
-    vouched: bool = True  # the id stays the same from request to request
-
-    @property
-    def pool(self) -> str:
-        """Where a changing id's earlier branch is looked for; empty: nowhere."""
-        return "" if self.vouched else self.session.partition(":")[0]
-
-
-_PATH_ONLY = _Claim("path", "")
-
-
-def _claim(headers: Mapping[str, str], hints: Hints) -> _Claim:
-    """The first row that the request fills, below our own headers."""
-    return (
-        _dynamo(headers, hints)
-        or _claude(headers, hints)
-        or _codex(headers)
-        or _opencode(headers)
-        or _generic("routing_key", "route", headers.get("x-smg-routing-key"))
-        or _generic("session", "session", headers.get("x-session-id"))
-        or _generic("program", "program", _value(hints.program_id), vouched=True)
-        or _generic("conversation", "conversation", _conversation(hints), vouched=True)
-        or _generic("body_session", "session", _value(hints.session_id))
-        or _generic("cache_key", "cache", _value(hints.prompt_cache_key))
-        or _generic("correlation", "correlation", headers.get("x-correlation-id"))
-        or _PATH_ONLY
-    )
-
-
-def _dynamo(headers: Mapping[str, str], hints: Hints) -> _Claim | None:
-    name, parent, final, session = foreign_id(headers.get("x-dynamo-session-id")), "", False, ""
-    if name:
-        parent = foreign_id(headers.get("x-dynamo-parent-session-id"))
-    else:
-        context = _object(_object(_value(hints.nvext)).get("agent_context"))
-        session = foreign_id(context.get("session_id"))
-        name = foreign_id(context.get("trajectory_id")) or session
-        parent = foreign_id(context.get("parent_trajectory_id")) or foreign_id(
-            context.get("parent_session_id")
-        )
-        final = context.get("session_final") is True
-    if not name:
-        return None
-    return _Claim(
-        "dynamo",
-        f"dynamo:{session or name}",
-        branch=f"dynamo:{name}",
-        parent=f"dynamo:{parent}" if parent else "",
-        final=final,
-    )
-
-
-def _claude(headers: Mapping[str, str], hints: Hints) -> _Claim | None:
-    session = foreign_id(headers.get("x-claude-code-session-id")) or claude_session(_value(hints.metadata))
-    if not session:
-        return None
-    main = claude_branch(session)
-    agent = foreign_id(headers.get("x-claude-code-agent-id"))
-    if not agent:
-        return _Claim("claude", main, own_agents=True, prefix_breaks=True)
-    parent = foreign_id(headers.get("x-claude-code-parent-agent-id"))
-    return _Claim("claude", main, branch=claude_branch(session, agent), parent=claude_branch(session, parent))
-
-
-def claude_session(metadata: object) -> str:
-    """Session in Anthropic's `metadata`: `user_id` is JSON with a session_id, or ends in `_session_<uuid>`."""
-    user = _object(metadata).get("user_id")
-    if not isinstance(user, str):
-        return ""
-    if user.lstrip().startswith("{"):
-        return foreign_id(_object(_json(user.encode(errors="replace"))).get("session_id"))
-    found = _CLAUDE_USER.search(user.strip())
-    return foreign_id(found[1]) if found else ""
-
-
-_CODEX_KINDS = {
-    "prewarm": RequestKind.PREWARM,
-    "compaction": RequestKind.COMPACTION,
-    "compact": RequestKind.COMPACTION,
-    "memory": RequestKind.MEMORY,
-    "memory_consolidation": RequestKind.MEMORY,
-}
-
-
-def _codex(headers: Mapping[str, str]) -> _Claim | None:
-    """Children share the root's session-id and prompt_cache_key: only the thread names a branch."""
-    turn = _object(_json(headers.get("x-codex-turn-metadata", "").encode(errors="replace")))
-    thread = foreign_id(headers.get("thread-id")) or foreign_id(turn.get("thread_id"))
-    if not thread:
-        return None
-    root = foreign_id(headers.get("session-id")) or foreign_id(turn.get("session_id"))
-    subagent = headers.get("x-openai-subagent", "").strip()
-    parent = foreign_id(headers.get("x-codex-parent-thread-id")) or foreign_id(turn.get("parent_thread_id"))
-    if not parent and subagent and root != thread:
-        parent = root
-    said = turn.get("request_kind")
-    kind = _CODEX_KINDS.get(said if isinstance(said, str) else subagent, RequestKind.TURN)
-    branch = f"codex:{thread}"
-    if kind is RequestKind.MEMORY:  # about the thread, not a step of it
-        branch, parent = f"{branch}/memory", thread
-    return _Claim(
-        "codex",
-        f"codex:{root or thread}",
-        branch=branch,
-        parent=f"codex:{parent}" if parent else "",
-        kind=kind,
-    )
-
-
-def _opencode(headers: Mapping[str, str]) -> _Claim | None:
-    affinity, parent = headers.get("x-session-affinity"), foreign_id(headers.get("x-parent-session-id"))
-    if not affinity and not parent and not headers.get("user-agent", "").lower().startswith("opencode/"):
-        return None
-    session = foreign_id(headers.get("x-session-id")) or foreign_id(affinity)
-    if not session:
-        return None
-    return _Claim(
-        "opencode", f"session:{session}", parent=f"session:{parent}" if parent else "", own_agents=True
-    )
-
-
-def _generic(source: str, prefix: str, value: object, vouched: bool = False) -> _Claim | None:
-    session = foreign_id(value)
-    return _Claim(source, f"{prefix}:{session}", vouched=vouched) if session else None
-
-
-def _conversation(hints: Hints) -> object:
-    value = _value(hints.conversation)
-    return value.get("id") if isinstance(value, dict) else value
-
-
-def _value(raw: msgspec.Raw) -> object:
-    return _json(bytes(raw))
-
-
-def _json(data: bytes) -> object:
-    """The decoded value, None for what is no JSON."""
-    if not data:
-        return None
-    try:
-        value: object = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return value
-
-
-def _object(value: object) -> dict[str, object]:
-    return value if isinstance(value, dict) else {}
-
-
-def _said_yes(value: str | None) -> bool:
-    return (value or "").strip().lower() in ("1", "true", "yes")
 
 
 # ------------------------------------------------------------------------------- what is known of branches
@@ -459,14 +244,14 @@ class Identifier:
         `tokens` are the whole prompt's, `page_size` of them a page: with them, two conversations that differ only
         after their last full page are told apart. Raises ApiError 400 when our own headers hold no branch id.
         """
-        final = _said_yes(headers.get(FINAL.lower())) or _said_yes(headers.get(DYNAMO_FINAL.lower()))
+        final = said_yes(headers.get(FINAL.lower())) or said_yes(headers.get(DYNAMO_FINAL.lower()))
         tagged = headers.get(BRANCH.lower())
         if tagged is not None:
             parent = headers.get(PARENT.lower())
             return Identity(
                 check_branch_id(tagged, BRANCH), check_branch_id(parent, PARENT) if parent else None, final
             )
-        claim = _claim(headers, hints)
+        claim = claim_of(headers, hints)
         self._expire(now)
         if claim.branch:
             if claim.source == "claude":  # its session's end is its own
@@ -539,7 +324,7 @@ class Identifier:
 
     # ------------------------------------------------------------------ inference
 
-    def _infer(self, claim: _Claim, prompt: _Prompt, now: float, final: bool) -> str:
+    def _infer(self, claim: Claim, prompt: _Prompt, now: float, final: bool) -> str:
         path, session = prompt.path, claim.session
         if path.size == 0 and not session:
             return self._new_name("")
@@ -566,7 +351,7 @@ class Identifier:
         self._made += 1
         return f"{session}~{self._prefix}{self._made}" if session else f"{self._prefix}{self._made}"
 
-    def _continued(self, claim: _Claim, prompt: _Prompt, final: bool, now: float) -> _Branch | None:
+    def _continued(self, claim: Claim, prompt: _Prompt, final: bool, now: float) -> _Branch | None:
         """The branch that the request is a step of; None when it begins one."""
         session, main = claim.session, self._main(claim.session)
         if claim.pool and session not in self._sessions:
@@ -621,7 +406,7 @@ class Identifier:
         self._pages += left.size
         self._mark(known)
 
-    def _taken_over(self, claim: _Claim, prompt: _Prompt, now: float) -> _Branch | None:
+    def _taken_over(self, claim: Claim, prompt: _Prompt, now: float) -> _Branch | None:
         """The branch of an id that came only once, when this new id's prompt goes on from it."""
         for size, ending in self._ends.find(prompt.path, _salt(claim.pool)):
             page = int(prompt.path[size - 1])
@@ -644,7 +429,7 @@ class Identifier:
                 return known
         return None
 
-    def _rewritten(self, claim: _Claim, prompt: _Prompt) -> _Branch | None:
+    def _rewritten(self, claim: Claim, prompt: _Prompt) -> _Branch | None:
         """The idle branch of which the request is an edit, a rewrite or a compaction."""
         path, session, main = prompt.path, claim.session, self._main(claim.session)
         shared = common_pages(main.path, path) if main is not None else 0

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from services.router.claims import Hints
 from services.router.hooks import HookAction
-from services.router.identity import INFERRED, Hints, Identifier, Identity
+from services.router.identity import INFERRED, Identifier, Identity
 from shared.messages import PageArray
 from shared.openai import TokenArray
 
