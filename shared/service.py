@@ -39,6 +39,7 @@ from shared.redis_client import redis_url
 from shared.streams import Backoff, BusError
 
 SHUTDOWN_S = 10.0
+GC_OBJECTS = 20_000  # made between two looks for cycles: at 700 a busy service looks all the time
 MEMORY_S = 60.0  # between returns of freed memory
 REGISTER_TTL_S = 5.0
 MAX_BODY_BYTES = 64 * 2**20
@@ -220,6 +221,7 @@ class Service:
             # What the imports left is not looked at again by every collection.
             gc.collect()
             gc.freeze()
+            gc.set_threshold(GC_OBJECTS)
             self._started = True
             self.spawn(self._keep_registered(), "register")
             self.spawn(self._keep_small(), "memory")

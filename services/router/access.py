@@ -99,6 +99,8 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _check_name(self.name, "name")
         if self.tenant is not None:
             _check_name(self.tenant, "tenant")
+            if "|" in self.tenant:  # which parts it from its branches' names
+                raise ValueError("tenant: must be without |")
         if not _HASH.fullmatch(self.sha256):
             hint = ", and not the key itself" if self.sha256.startswith(KEY_PREFIX) else ""
             raise ValueError(f"sha256: must be the key's SHA-256 as 64 hex digits{hint}")

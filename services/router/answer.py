@@ -58,7 +58,7 @@ class Answering:
         """End with an error, in the shape that what was sent so far allows."""
         self.close()
         exchange = self.exchange
-        if exchange.gone:
+        if exchange.gone or exchange.ended:
             return
         if not exchange.started:
             headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]

@@ -17,6 +17,7 @@ import msgspec
 from services.router.claims import Hints
 from shared.openai import ApiError, TokenArray, prompt_ids
 
+MOST_CHOICES = 128
 _ABSENT = msgspec.Raw(b"")
 _NOTHING = (b"", b"null", b"[]", b'""')
 
@@ -63,7 +64,10 @@ class Call(Hints):
     @property
     def choices(self) -> int:
         """Answers that are wanted."""
-        return self.n or (self.sampling_params.n if self.sampling_params is not None else None) or 1
+        if self.n is not None:
+            return self.n
+        wanted = self.sampling_params.n if self.sampling_params is not None else None
+        return 1 if wanted is None else wanted
 
 
 _decoder = msgspec.json.Decoder(Call)
@@ -99,8 +103,10 @@ def read_call(body: bytes, api: Api) -> Call:
             (name for name in _LIMIT_NAMES if getattr(call, name) == limit), "sampling_params.max_new_tokens"
         )
         raise ApiError(400, f"{name} must be at least 1, not {limit}.", param=name, code="invalid_value")
-    if call.n is not None and call.n < 1:
-        raise ApiError(400, f"n must be at least 1, not {call.n}.", param="n", code="invalid_value")
+    if not 1 <= call.choices <= MOST_CHOICES:
+        raise ApiError(
+            400, f"n must be 1 to {MOST_CHOICES}, not {call.choices}.", param="n", code="invalid_value"
+        )
     if api is Api.GENERATE:
         if bytes(call.text).strip() in _NOTHING and bytes(call.input_ids).strip() in _NOTHING:
             raise ApiError(400, "You must give text or input_ids.", param="text")
@@ -129,20 +135,24 @@ def plain_body(body: bytes, encoding: str, limit: int) -> bytes:
         case "" | "identity":
             return body
         case "gzip" | "x-gzip" | "deflate":
-            unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # either header
-            try:
-                plain = unpacker.decompress(body, limit)
-                more = unpacker.unconsumed_tail and unpacker.decompress(unpacker.unconsumed_tail, 1)
-            except zlib.error as error:
-                raise ApiError(
-                    400, f"The request body is not in {encoding}: {error}", code="unreadable_body"
-                ) from None
-            if more:
-                raise ApiError(
-                    413, f"The request body is too large: more than {limit} bytes.", code="body_too_large"
-                )
-            if not unpacker.eof:
-                raise ApiError(400, f"The request body's {encoding} is cut off.", code="unreadable_body")
+            plain = b""
+            more = True
+            while more:  # gzip may come in several members
+                unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # either header
+                try:
+                    plain += unpacker.decompress(body, limit + 1 - len(plain))
+                except zlib.error as error:
+                    raise ApiError(
+                        400, f"The request body is not in {encoding}: {error}", code="unreadable_body"
+                    ) from None
+                if len(plain) > limit:
+                    raise ApiError(
+                        413, f"The request body is too large: more than {limit} bytes.", code="body_too_large"
+                    )
+                if not unpacker.eof:
+                    raise ApiError(400, f"The request body's {encoding} is cut off.", code="unreadable_body")
+                body = unpacker.unused_data
+                more = bool(body)
             return plain
         case _:
             raise ApiError(

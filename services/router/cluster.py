@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 import msgspec
 
 from services.router.fetch_times import FetchTimes
-from services.router.health import Breaker
+from services.router.health import Breaker, Fitness
 from services.router.placement import DecodeNode, Prefill, PrefillNode
 from shared.clock import Clock
 from shared.kvfollow import KvFollower
@@ -62,22 +62,29 @@ class Node(msgspec.Struct):
         """Raises NodeDown inside when the node goes down."""
         task = asyncio.current_task()
         assert task is not None
-        went_down = False
+        others = task.cancelling()  # by whoever else wants the task to end
+        woken = taken_back = False
 
         def wake() -> None:
-            nonlocal went_down
-            went_down = True
-            task.cancel()
+            nonlocal woken
+            if not woken:
+                woken = True
+                task.cancel()
 
         self.calls.add(wake)
         try:
             yield
+            self.breaker.succeeded()
         except asyncio.CancelledError:
-            if went_down and task.uncancel() == 0:
-                raise NodeDown(f"node {self.info.node} does not answer any more") from None
+            if woken:
+                taken_back = True
+                if task.uncancel() <= others:
+                    raise NodeDown(f"node {self.info.node} does not answer any more") from None
             raise
         finally:
             self.calls.discard(wake)
+            if woken and not taken_back:  # what was called has made another error of it
+                task.uncancel()
 
 
 class Cluster:
@@ -125,7 +132,7 @@ class Cluster:
             self.switches += before != state.phase and Phase.BOTH not in (before, state.phase)
             node.state = state
             node.heard_t = self.wall()
-            node.breaker.succeeded(node.heard_t)
+            node.breaker.heard()
             if node.foreign:
                 old = state.t - REPORTED_S * self._clock.speedup
                 node.foreign = {rid: work for rid, work in node.foreign.items() if work.t > old}
@@ -208,15 +215,20 @@ class Cluster:
         if node is None:
             return False
         node.heard_t = self.wall()
-        if not node.breaker.succeeded(node.heard_t):
+        if not node.breaker.succeeded():
             return False
         self.notify()
         return True
 
-    def silent(self, seconds: float) -> list[Node]:
-        """Nodes not heard of for that many wall seconds."""
+    def doubtful(self, seconds: float) -> list[Node]:
+        """Nodes to be probed: not heard of for that many wall seconds, suspect, or on trial."""
         now = self.wall()
-        return [node for node in self.nodes.values() if now - node.heard_t > seconds]
+        return [
+            node
+            for node in self.nodes.values()
+            if (not node.breaker.usable(now) or now - node.heard_t > seconds)
+            and node.breaker.fitness is not Fitness.DOWN
+        ]
 
     def wall(self) -> float:
         """Wall seconds, for what has nothing to do with the speed-up."""

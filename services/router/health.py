@@ -55,7 +55,12 @@ class Breaker:
         self.fitness, self._retry_at = Fitness.DOWN, now + self._pause_s
         return went
 
-    def succeeded(self, now: float) -> bool:
+    def heard(self) -> None:
+        """The node showed life otherwise: a trial need not wait for the pause's end."""
+        if self.fitness is Fitness.DOWN:
+            self.fitness, self._successes = Fitness.TRIAL, 0
+
+    def succeeded(self) -> bool:
         """A call was answered, or a probe. Whether the node came up with it."""
         self._failures, self._suspect_until = 0, 0.0
         if self.fitness is Fitness.UP:

@@ -82,6 +82,8 @@ class Prompts:
         nodes = [node for node in self._cluster.live() if node.info.model == model]
         nodes.sort(key=lambda node: len(node.prefills) + len(node.decodes))
         for node in nodes[:3]:
+            if self._cluster.nodes.get(node.info.node) is not node:
+                continue  # it left, or began anew, while another one was asked
             try:
                 async with node.calling():
                     answer = await self._upstream.request(

@@ -220,9 +220,9 @@ class RouterService(Service):
         every = self.router_settings.probe_s
         while True:
             await asyncio.sleep(every)
-            silent = self.cluster.silent(2 * every)
-            if silent:
-                await asyncio.gather(*map(self._probe, silent))
+            doubtful = self.cluster.doubtful(2 * every)
+            if doubtful:
+                await asyncio.gather(*map(self._probe, doubtful))
 
     async def _probe(self, node: Node) -> None:
         timeout_s = 2 * self.router_settings.probe_s

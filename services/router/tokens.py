@@ -8,7 +8,7 @@ Rules that hold here
 - A conversation is found by its keys, the first that is known: what names it (its branch or session) or, without a
   name, how its prompt begins (`head_keys`: the longer the prompt, the more of it). Several conversations may share a
   key; each keeps an entry of its own, until `PER_KEY`.
-- Bounded by `limit` tokens in all; the least recently used keys go first.
+- Bounded by `limit` tokens in all, an entry counting for at least `LEAST_COST`; the least recently used go first.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from shared.openai import TokenArray
 from shared.pages import digests_to_hashes, page_digests, salt_digest
 
 PER_KEY = 4
+LEAST_COST = 256
 FIRST_HEAD_BYTES, HEAD_GROWTH, HEAD_KEYS = 64, 4, 3
 
 
@@ -50,8 +51,8 @@ class Known:
 def head_keys(prompt: bytes) -> list[bytes]:
     """Keys for a conversation that nothing names: digests of how its prompt begins, the longest beginning first.
 
-    A prompt that grows keeps a key in common with the one before, as long as it grows by less than
-    `HEAD_GROWTH ** (HEAD_KEYS - 1)` times.
+    A prompt of at least `FIRST_HEAD_BYTES` that grows keeps a key in common with the one before, as long as it grows
+    by less than `HEAD_GROWTH ** (HEAD_KEYS - 1)` times.
     """
     size = FIRST_HEAD_BYTES
     while size * HEAD_GROWTH <= len(prompt):
@@ -65,6 +66,7 @@ class TokenCache:
         self._limit = limit
         self._entries: OrderedDict[bytes, list[Known]] = OrderedDict()
         self.tokens = 0  # in all entries
+        self._cost = 0
 
     def __len__(self) -> int:
         """Conversations."""
@@ -85,6 +87,8 @@ class TokenCache:
         """
         base, base_key = self._begun(keys, tokens, page_size, salt)
         if base is not None and base.tokens.size == tokens.size:
+            self._drop(base_key, base)
+            self._keep(keys[0], base)
             return base
         shared = min(base.tokens.size, tokens.size) // page_size if base is not None else 0
         if base is not None and shared:
@@ -101,16 +105,24 @@ class TokenCache:
         found = Known(tokens, page_size, salt, digests, hashes)
         if base is not None:
             self._drop(base_key, base)
-        entries = self._entries.setdefault(keys[0], [])
-        self._entries.move_to_end(keys[0])
-        if len(entries) >= PER_KEY:
-            self.tokens -= entries.pop(0).tokens.size
-        entries.append(found)
-        self.tokens += tokens.size
-        while self.tokens > self._limit and len(self._entries) > 1:
-            _, gone = self._entries.popitem(last=False)
-            self.tokens -= sum(entry.tokens.size for entry in gone)
+        if tokens.size:
+            self._keep(keys[0], found)
         return found
+
+    def _keep(self, key: bytes, known: Known) -> None:
+        entries = self._entries.setdefault(key, [])
+        self._entries.move_to_end(key)
+        entries.append(known)
+        self._count(known, 1)
+        while len(entries) > PER_KEY:
+            self._count(entries.pop(0), -1)
+        while self._cost > self._limit and len(self) > 1:
+            oldest, old = next(iter(self._entries.items()))
+            self._drop(oldest, old[0])
+
+    def _count(self, known: Known, sign: int) -> None:
+        self.tokens += sign * known.tokens.size
+        self._cost += sign * max(known.tokens.size, LEAST_COST)
 
     def _begun(
         self, keys: Sequence[bytes], tokens: TokenArray, page_size: int, salt: str
@@ -125,7 +137,7 @@ class TokenCache:
     def _drop(self, key: bytes, entry: Known) -> None:
         entries = self._entries[key]
         entries.remove(entry)
-        self.tokens -= entry.tokens.size
+        self._count(entry, -1)
         if not entries:
             del self._entries[key]
 

@@ -24,7 +24,7 @@ class _ErrorText(msgspec.Struct):
     message: str = ""
     type: str = "server_error"
     param: str | None = None
-    code: str | None = None
+    code: str | int | None = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -35,9 +35,15 @@ def relayed(status: int, body: bytes) -> ApiError:
     """A worker's error as our own."""
     try:
         error = msgspec.json.decode(body, type=_ErrorBody).error
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         error = _ErrorText(message=body[:200].decode(errors="replace") or f"a worker answered {status}")
-    return ApiError(status, error.message, type=error.type, param=error.param, code=error.code)
+    return ApiError(
+        status,
+        error.message,
+        type=error.type,
+        param=error.param,
+        code=None if error.code is None else str(error.code),
+    )
 
 
 _OUTPUT = re.compile(rb'"(?:completion_tokens|output_tokens)":\s*(\d{1,9})')

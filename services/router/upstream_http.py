@@ -24,17 +24,14 @@ from typing import cast
 import httptools
 import msgspec
 
-from services.router.http import (
-    FRAMING,
-    JOIN_BYTES,
+from services.router.http import FRAMING, JOIN_BYTES, Exchange, no_delay
+from services.router.http_messages import (
     BadFraming,
     Dechunk,
-    Exchange,
     Headers,
     HeadSink,
     check_head,
     folded,
-    no_delay,
     tokens_of,
 )
 
