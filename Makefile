@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := embedded,loadtest,mooncake,dev
 
-.PHONY: help install demo test test-long lint types format compose-test clean
+.PHONY: help install demo test test-long harness-test lint types format compose-test clean
 
 help:
 	@echo "make demo          start a cluster of simulated workers, replay an agent trace, print the report"
 	@echo "make test          the tests"
-	@echo "make test-long     200 crash trials more, about 20 minutes"
+	@echo "make test-long     200 crash trials more and ten minutes of chaos, about 35 minutes"
+	@echo "make harness-test  mini-swe-agent and aiperf against the router; installs them outside of .venv (about 10 minutes)"
 	@echo "make install       .venv with all that tests and benches need"
 	@echo "make lint types    ruff and mypy"
 	@echo "make compose-test  build the containers and run them (needs Docker, or root on Debian to install it)"
@@ -27,10 +28,13 @@ demo: $(STAMP)
 	$(BIN)/evolving demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not long and not compose" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long and not compose and not harness" $(PYTEST_ARGS)
 
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "long and not harness" $(PYTEST_ARGS)
+
+harness-test: $(STAMP)
+	$(BIN)/python -m pytest -m harness $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -95,11 +95,12 @@ class Bus:
         maxlen: int = 100_000,
         capacity: int = 50_000,
         keep: bool = True,
+        linger_s: float = 0.0,
     ) -> Publisher:
         """`maxlen` trims the stream in Redis (about); see `Publisher` for the rest."""
         number_key = self.key("number", stream, producer)
         key = self.key("stream", stream)
-        return Publisher(self.redis, key, number_key, stream, producer, maxlen, capacity, keep)
+        return Publisher(self.redis, key, number_key, stream, producer, maxlen, capacity, keep, linger_s)
 
     def reader(self, streams: Mapping[str, str]) -> Reader:
         """Reads `streams` (name -> position, "0" for the start); `Reader.follow` adds what is read from now on."""

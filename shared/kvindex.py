@@ -359,6 +359,10 @@ class KvIndex:
             self._pages -= pages
         return new
 
+    def settle(self) -> None:
+        """Take in the events that came: else the next question does, and is slower by that."""
+        self._settle()
+
     def _leading(self, path: PageArray, low: Shift, high: Shift) -> dict[str, int]:
         """Leading pages of each node by the bits at offsets `low` and `high` of its slot; either will do."""
         self._settle()

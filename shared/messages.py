@@ -409,8 +409,8 @@ class FetchPlan(msgspec.Struct, frozen=True, array_like=True):
 class PrefillCall(msgspec.Struct, frozen=True, array_like=True):
     """Body (msgpack) of `POST /ei/v1/prefill`. `tokens`: little-endian int32 token ids of the whole prompt.
 
-    With `keep` the node holds on to the prompt's pages after `done`, until the caller closes the connection: the
-    decode node has pulled them then.
+    With `keep` the node holds on to the prompt's pages after `done`, until `POST /ei/v1/release` (a msgpack list of
+    request ids) names the request, or a minute has passed: the decode node has pulled them then.
     """
 
     rid: str

@@ -6,7 +6,7 @@ knows a whole request: fields that are not listed pass through untouched.
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -105,7 +105,7 @@ class _Generate(msgspec.Struct):
 _call_decoder = msgspec.json.Decoder(Call)
 _responses_decoder = msgspec.json.Decoder(_Responses)
 _generate_decoder = msgspec.json.Decoder(_Generate)
-_ids_decoder = msgspec.json.Decoder(list[int])
+_ids_decoder = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]])
 
 # The fields that make up the prompt, of which one must be there, and what is said when none is.
 _PROMPTS: dict[Kind, tuple[tuple[str, ...], str]] = {
@@ -196,15 +196,19 @@ def prompt_ids(prompt: bytes | msgspec.Raw) -> TokenArray | None:
                 400, "One request takes one prompt; send several requests for several.", param="prompt"
             )
     try:
-        decoded = _ids_decoder.decode(text)
-        ids = np.fromiter(decoded, dtype=np.int64, count=len(decoded))
-    except (msgspec.DecodeError, OverflowError, RecursionError):
+        return np.array(_ids_decoder.decode(text), dtype=np.int32)
+    except msgspec.ValidationError as error:
+        if "<=" in str(error) or ">=" in str(error):
+            raise ApiError(
+                400, "prompt holds a token id below 0 or above 2147483647.", param="prompt"
+            ) from None
         raise ApiError(
             400, "prompt must be a string or a list of token ids (integers).", param="prompt"
         ) from None
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 2**31):
-        raise ApiError(400, "prompt holds a token id below 0 or above 2147483647.", param="prompt")
-    return ids.astype(np.int32)
+    except (msgspec.DecodeError, RecursionError):
+        raise ApiError(
+            400, "prompt must be a string or a list of token ids (integers).", param="prompt"
+        ) from None
 
 
 def prompt_text(prompt: bytes | msgspec.Raw) -> str:

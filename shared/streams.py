@@ -103,7 +103,10 @@ class Publisher:
         maxlen: int,
         capacity: int,
         keep: bool,
+        linger_s: float = 0.0,
     ) -> None:
+        """`linger_s`: how long a message may wait for others, to be sent with them."""
+        self._linger_s = linger_s
         self._keys = [key, number_key]
         self._append = redis.register_script(_APPEND)
         self._stream, self._producer = stream, producer
@@ -150,6 +153,8 @@ class Publisher:
         while True:
             if not self._waiting:
                 await self._rest()
+                if self._linger_s and self._waiting:
+                    await asyncio.sleep(self._linger_s)
             try:
                 await self._send()
             except (RedisError, OSError, TimeoutError) as error:
@@ -222,6 +227,11 @@ class Reader:
         )
         self._failing = False
         self._backoff = Backoff()
+        self._ignored = b""
+
+    def ignore(self, producer: str) -> None:
+        """Pass over what that producer sends, before it is decoded: the reader's own messages."""
+        self._ignored = producer.encode()
 
     def add(self, stream: str, position: str) -> None:
         """Read the stream from `position` on ("0": from its start), unless it is read already."""
@@ -286,6 +296,8 @@ class Reader:
             for entry_id, fields in entries:
                 if stream in self.positions:
                     self.positions[stream] = entry_id.decode()
+                if self._ignored and fields.get(b"p") == self._ignored:
+                    continue
                 event = read_entry(stream, entry_id, fields)
                 if event is None:
                     continue

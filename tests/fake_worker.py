@@ -28,6 +28,7 @@ class FakeWorker:
             tuple[str, str, bytes]
         ] = []  # method, path with query, body of calls of no known API
         self.chunks = 5
+        self.released: list[str] = []  # request ids
         self.frozen = False  # nothing is answered, as by a stopped process
         self.sent_tokens: list[int] = []  # ids in each answer of the tokenizer
         self.resume = asyncio.Event()
@@ -40,6 +41,7 @@ class FakeWorker:
         app.router.add_post("/v1/tokenize", self._tokenize)
         app.router.add_get("/ei/v1/kv/snapshot", self._snapshot)
         app.router.add_get("/healthz", self._healthz)
+        app.router.add_post("/ei/v1/release", self._release)
         app.router.add_route("*", "/v1/{rest:.*}", self._other)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -66,6 +68,10 @@ class FakeWorker:
 
     async def _snapshot(self, request: web.Request) -> web.StreamResponse:
         return await send_snapshot(request, KvSnapshot(self.node, self.info.incarnation, 0, b"", b""))
+
+    async def _release(self, request: web.Request) -> web.Response:
+        self.released += msgspec.msgpack.decode(await request.read(), type=list[str])
+        return web.json_response({})
 
     async def _healthz(self, request: web.Request) -> web.Response:
         if self.frozen:

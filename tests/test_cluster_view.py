@@ -342,8 +342,9 @@ class Caller:
 
     async def _run(self, node: Node, timeout_s: float | None) -> None:
         try:
-            async with asyncio.timeout(timeout_s), node.calling():
-                await self.go_on
+            async with asyncio.timeout(timeout_s):
+                with node.calling():
+                    await self.go_on
             self.ended = "well"
         except NodeDown:
             self.ended = "node down"
@@ -484,12 +485,11 @@ async def test_a_call_that_makes_an_error_of_its_own_of_it_leaves_no_cancellatio
         nonlocal left
         task = asyncio.current_task()
         assert task is not None
-        with pytest.raises(ConnectionError):
-            async with c.nodes["n1"].calling():
-                try:
-                    await asyncio.sleep(5.0)
-                except asyncio.CancelledError:
-                    raise ConnectionError("closed") from None
+        with pytest.raises(ConnectionError), c.nodes["n1"].calling():
+            try:
+                await asyncio.sleep(5.0)
+            except asyncio.CancelledError:
+                raise ConnectionError("closed") from None
         left = task.cancelling()
 
     task = asyncio.create_task(call())

@@ -146,8 +146,14 @@ def test_a_stale_or_missing_state_is_used_only_when_no_other_is():
 
 
 def test_source_is_the_longest_other_holder():
-    assert longest_source({"a": 5, "b": 7, "c": 7}, "b") == ("c", 7)
-    assert longest_source({"a": 5}, "a") == (None, 0)
+    assert longest_source([("b", 7), ("c", 7)], "b") == ("c", 7)
+    assert longest_source([("b", 7), ("c", 7)], "a") == ("b", 7)
+    assert longest_source([("a", 5)], "a") == longest_source([("b", 0)], "a") == (None, 0)
+    holders = {"a": 10, "b": 20, "c": 20, "d": 20}
+    found = {
+        c.node: c.source for c in candidates(5000, PAGE, holders, [node(n) for n in "abcd"], COSTS, 100.0)
+    }
+    assert found == {"a": "b", "b": None, "c": None, "d": None}  # the smaller name when equal
 
 
 def decode(name, requests=0, free=1_000_000, sent=None, t=100.0):

@@ -44,6 +44,7 @@ async def test_every_api_takes_both_phases_and_reaches_the_engine_unchanged(redi
         (call,) = p.prefills
         ((headers, got),) = d.decodes
         assert got == sent and headers["X-EI-Request-Id"] == call.rid
+        await eventually(lambda: p.released == [call.rid])  # the decode node has what it needs of it
         (record,) = await done_records(bus, 1)
         assert record.outcome is Outcome.OK and record.output_tokens == 5
         assert record.predicted_ttft_s > 0 and record.kind == "turn"

@@ -40,6 +40,7 @@ from tests.conftest import eventually
 from tests.worker_nodes import check_empty, node, prefill
 from worker.agent.follow import Follower
 from worker.agent.settings import WorkerSettings
+from worker.engines.simulated import engine
 
 PAGE = 16
 PROMPT = np.arange(1000, 1330, dtype=np.int32)  # 20 full pages and a tail of 10
@@ -298,24 +299,21 @@ async def test_a_prefill_nodes_pages_stay_until_its_decode_has_them(
     redis_url: str, cluster_name: str, http: aiohttp.ClientSession
 ) -> None:
     async with node(redis_url, cluster_name, l1_tokens=480, l2_tokens=960) as w:
-        body = msgspec.msgpack.encode(call("a", keep=True))
-        answer = await http.post(w.url + "/ei/v1/prefill", data=body)
-        while b"done" not in await answer.content.readline():
-            pass
+        await prefill(http, w.url, call("a", keep=True))
         assert w.cache.l2_pinned == 21  # 20 pages and the tail
         for number in range(1, 5):
             await prefill(http, w.url, call(f"r{number}", PROMPT + 400 * number))
         assert w.cache.held(np.array(PATH)) == 20
         # More than half of host memory is not kept.
-        second = await http.post(
-            w.url + "/ei/v1/prefill", data=msgspec.msgpack.encode(call("b", PROMPT + 9, keep=True))
-        )
-        while b"done" not in await second.content.readline():
-            pass
+        await prefill(http, w.url, call("b", PROMPT + 9, keep=True))
         assert w.cache.l2_pinned == 21
-        second.close()
-        answer.close()
-        await eventually(lambda: not w.cache.l2_pinned)
+        for rids, released in ((["b", "nobody"], 1), (["a"], 1), (["a"], 0)):
+            body = msgspec.msgpack.encode(rids)
+            async with http.post(w.url + "/ei/v1/release", data=body) as answer:
+                assert (await answer.json())["released"] == released
+        assert not w.cache.l2_pinned
+        async with http.post(w.url + "/ei/v1/release", data=b"?") as answer:
+            assert answer.status == 400
         for number in range(5, 9):
             await prefill(http, w.url, call(f"r{number}", PROMPT + 400 * number))
         assert w.cache.held(np.array(PATH)) == 0
@@ -434,3 +432,17 @@ async def test_a_node_without_a_name_takes_its_address(redis_url: str, cluster_n
     async with node(redis_url, cluster_name, "") as w:
         await eventually(lambda: bus.nodes())
         assert list(await bus.nodes()) == [w.node] == [w.url.removeprefix("http://").replace(":", "-")]
+
+
+async def test_kept_pages_go_after_a_while_and_with_the_node(
+    redis_url: str, cluster_name: str, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with node(redis_url, cluster_name) as w:
+        monkeypatch.setattr(engine, "KEEP_S", 0.2)
+        await prefill(http, w.url, call("a", keep=True))
+        await eventually(lambda: not w.cache.l2_pinned)
+        monkeypatch.setattr(engine, "KEEP_S", 60.0)
+        await prefill(http, w.url, call("b", keep=True))
+        assert w.cache.l2_pinned == 21
+        await w.engine.stop(0.1)
+        assert not w.cache.l2_pinned

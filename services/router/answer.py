@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 
 from services.router.http import Exchange
-from shared.api_errors import error_body, error_event
+from shared.api_errors import error_body, error_event, is_anthropic, new_request_id
 from shared.openai import ApiError
 
 COMMENT = b": waiting\n\n"
@@ -61,9 +61,8 @@ class Answering:
         if exchange.gone or exchange.ended:
             return
         if not exchange.started:
-            headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
-            headers.append((b"Content-Type", b"application/json"))
-            exchange.reply(error.status, headers + self.headers, error_body(error, exchange.path))
+            headers, body = error_answer(error, exchange.path)
+            exchange.reply(error.status, headers + self.headers, body)
         elif self.streaming:
             exchange.write(b"\n\n" + error_event(error, exchange.path))
             exchange.end()
@@ -75,3 +74,14 @@ class Answering:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def error_answer(error: ApiError, path: str) -> tuple[Headers, bytes]:
+    """Headers and body of an error, in the shape of the path's API."""
+    headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
+    headers.append((b"Content-Type", b"application/json"))
+    request_id = ""
+    if is_anthropic(path):  # where its clients look for it
+        request_id = new_request_id()
+        headers.append((b"request-id", request_id.encode()))
+    return headers, error_body(error, path, request_id)

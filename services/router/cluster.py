@@ -13,8 +13,8 @@ Rules that hold here
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from types import TracebackType
 
 import msgspec
 
@@ -36,6 +36,39 @@ class NodeDown(Exception):
     """The node stopped answering while it worked on a call."""
 
 
+class Calling:
+    """A part of a task that ends with NodeDown when its node goes down. Entered by the task itself."""
+
+    __slots__ = ("_node", "_others", "_task", "_woken")
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._woken = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._others = task.cancelling()  # by whoever else wants the task to end
+        self._node.calls.add(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._node.calls.discard(self)
+        if self._woken:
+            left = self._task.uncancel()
+            if kind is asyncio.CancelledError and left <= self._others:
+                raise NodeDown(f"node {self._node.info.node} does not answer any more") from None
+        elif kind is None:
+            self._node.breaker.succeeded()
+
+    def wake(self) -> None:
+        if not self._woken:
+            self._woken = True
+            self._task.cancel()
+
+
 class Foreign(msgspec.Struct, frozen=True):
     """Work that another router sent to the node."""
 
@@ -55,36 +88,11 @@ class Node(msgspec.Struct):
     prefills: dict[str, Prefill] = {}  # sent by this router and not finished
     decodes: dict[str, int] = {}  # bound by this router and not finished -> tokens of KV
     foreign: dict[str, Foreign] = {}  # request -> what another router sent
-    calls: set[Callable[[], None]] = set()  # each wakes a task that waits for the node
+    calls: set[Calling] = set()
 
-    @contextlib.asynccontextmanager
-    async def calling(self) -> AsyncIterator[None]:
-        """Raises NodeDown inside when the node goes down."""
-        task = asyncio.current_task()
-        assert task is not None
-        others = task.cancelling()  # by whoever else wants the task to end
-        woken = taken_back = False
-
-        def wake() -> None:
-            nonlocal woken
-            if not woken:
-                woken = True
-                task.cancel()
-
-        self.calls.add(wake)
-        try:
-            yield
-            self.breaker.succeeded()
-        except asyncio.CancelledError:
-            if woken:
-                taken_back = True
-                if task.uncancel() <= others:
-                    raise NodeDown(f"node {self.info.node} does not answer any more") from None
-            raise
-        finally:
-            self.calls.discard(wake)
-            if woken and not taken_back:  # what was called has made another error of it
-                task.uncancel()
+    def calling(self) -> Calling:
+        """`with node.calling(): ...` raises NodeDown inside when the node goes down."""
+        return Calling(self)
 
 
 class Cluster:
@@ -235,8 +243,8 @@ class Cluster:
         return self._clock.now() / self._clock.speedup
 
     def _wake(self, node: Node) -> None:
-        for wake in list(node.calls):
-            wake()
+        for call in list(node.calls):
+            call.wake()
         self.notify()
 
     def notify(self) -> None:

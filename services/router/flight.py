@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from services.router.identity import Identity
 from services.router.placement import Candidate
 from services.router.upstream import Usage
 from shared.messages import Outcome, RequestDone
-
-
-class Closable(Protocol):
-    def close(self) -> None: ...
 
 
 class Flight:
@@ -45,13 +40,7 @@ class Flight:
         self.outcome = Outcome.FAILED
         self.error = ""
         self.trace_headers: list[tuple[bytes, bytes]] = []
-        self.prefilled: Closable | None = None  # open as long as the prefill node is to keep the pages
-
-    def let_pages_go(self) -> None:
-        """The decode node has what it needs of the prefill node, or nobody will ask for it."""
-        if self.prefilled is not None:
-            self.prefilled.close()
-            self.prefilled = None
+        self.kept_at = ""  # URL of the prefill node, as long as it keeps the request's pages
 
     def record(self, t_end: float) -> RequestDone:
         return RequestDone(

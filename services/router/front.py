@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 import aiohttp.hdrs
 import msgspec
 
+from services.router.answer import error_answer
 from services.router.calls import Api
 from services.router.cluster import NodeDown
 from services.router.upstream_http import Answer, UpstreamError
-from shared.api_errors import error_body
 from shared.openai import ApiError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Front:
         nodes.sort(key=lambda node: (len(node.decodes), node.info.node))
         for node in nodes[:3]:
             try:
-                async with node.calling():
+                with node.calling():
                     answer = await self._ask(node.info.url, exchange, [])
                     await relay(exchange, answer)
                     return
@@ -160,14 +160,13 @@ def refuse(exchange: Exchange, error: ApiError) -> None:
     if exchange.gone or exchange.started:
         exchange.abort()
         return
-    headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
-    headers.append((b"Content-Type", b"application/json"))
+    headers, body = error_answer(error, exchange.path)
     if error.status == 405:
         headers.append((aiohttp.hdrs.ALLOW.encode(), b"POST"))
     request_id = exchange.headers.get("x-request-id")
     if request_id:
         headers.append((b"X-Request-Id", request_id[:256].encode("latin-1", "replace")))
-    exchange.reply(error.status, headers, error_body(error, exchange.path))
+    exchange.reply(error.status, headers, body)
 
 
 async def relay(exchange: Exchange, answer: Answer) -> None:

@@ -73,13 +73,12 @@ class Costs(msgspec.Struct, frozen=True):
     max_state_age_s: float = 5.0
 
 
-def longest_source(holders: Mapping[str, int], node: str) -> tuple[str | None, int]:
-    """The other node with the most leading pages (the smaller name when equal), and how many."""
-    best, pages = None, 0
-    for other in sorted(holders):
-        if other != node and holders[other] > pages:
-            best, pages = other, holders[other]
-    return best, pages
+def longest_source(longest: Sequence[tuple[str, int]], node: str) -> tuple[str | None, int]:
+    """The other node with the most leading pages, and how many. `longest`: the two nodes with the most, best first."""
+    for other, pages in longest:
+        if other != node and pages:
+            return other, pages
+    return None, 0
 
 
 def waiting_work(view: PrefillNode) -> list[Prefill]:
@@ -140,9 +139,10 @@ def candidates(
     """
     most_pages = max(0, (prompt_tokens - 1) // page_size)
     found = []
+    longest = sorted(holders.items(), key=lambda held: (-held[1], held[0]))[:2]
     for view in nodes:
         own = min(holders.get(view.node, 0), most_pages)
-        source, other = longest_source(holders, view.node)
+        source, other = longest_source(longest, view.node)
         other = min(other, most_pages)
         fetch_pages = other - own if other > own else 0
         if fetch_pages * page_size < costs.fetch.min_tokens:

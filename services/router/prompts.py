@@ -85,7 +85,7 @@ class Prompts:
             if self._cluster.nodes.get(node.info.node) is not node:
                 continue  # it left, or began anew, while another one was asked
             try:
-                async with node.calling():
+                with node.calling():
                     answer = await self._upstream.request(
                         node.info.url, "POST", target.encode(), headers, body,
                         connect_timeout_s=CONNECT_S, head_timeout_s=TOKENIZE_S,

@@ -70,9 +70,12 @@ class Proxy:
         self._placer = Placer(service)
         self._prompts = service.prompts
         registry = service.metrics
-        self._done = prometheus_client.Counter(
+        done = prometheus_client.Counter(
             "ei_router_requests", "Requests by outcome", ["outcome"], registry=registry
         )
+        self._done = {outcome: done.labels(outcome.value) for outcome in Outcome}
+        self._ids = f"r-{uuid.uuid4().hex[:16]}"
+        self._made = 0
         self._retries = prometheus_client.Counter(
             "ei_router_retries", "Work sent to another node", ["phase"], registry=registry
         )
@@ -98,7 +101,8 @@ class Proxy:
         try:
             call = read_call(exchange.body, api)
             info = self._model(call.model)
-            flight = Flight(f"r-{uuid.uuid4().hex}", t_arrive, key.name)
+            self._made += 1
+            flight = Flight(f"{self._ids}-{self._made:x}", t_arrive, key.name)
             flight.request_id = exchange.headers.get("x-request-id", "")[:256] or flight.rid
             answering = Answering(
                 exchange,
@@ -108,8 +112,12 @@ class Proxy:
             )
             with self._s.tracer.request(flight, exchange) as span:
                 try:
-                    async with asyncio.timeout(self._deadline(exchange)):
+                    deadline_s = self._deadline(exchange)
+                    if deadline_s is None:
                         await self._serve(exchange, api, call, info, key, ticket, flight, answering)
+                    else:
+                        async with asyncio.timeout(deadline_s):
+                            await self._serve(exchange, api, call, info, key, ticket, flight, answering)
                 except TimeoutError:
                     self._end(flight, answering, _deadline_passed())
                 except ApiError as error:
@@ -148,7 +156,7 @@ class Proxy:
         return limit or None
 
     def _finish(self, flight: Flight) -> None:
-        flight.let_pages_go()
+        self._let_pages_go(flight)
         for name in (flight.prefill_node, flight.decode_node):
             node = self._cluster.nodes.get(name)
             if node is not None:
@@ -158,13 +166,19 @@ class Proxy:
             self._s.identities.done(flight.tenant, flight.identity, self._clock.now())
             if flight.identity.final:
                 self._s.end_branch(flight.branch)
-        self._done.labels(flight.outcome.value).inc()
+        self._done[flight.outcome].inc()
         if flight.t_first_token:
             ttft = flight.t_first_token - flight.t_arrive
             self._ttft.observe(ttft)
             if abs(ttft - flight.predicted_ttft_s) > 0.2 * ttft + 0.05:
                 self._mispredicted.inc()
         self._s.requests_out.publish(flight.record(self._clock.now()))
+
+    def _let_pages_go(self, flight: Flight) -> None:
+        """The decode node has what it needs of the prefill node, or nobody will ask for it."""
+        if flight.kept_at:
+            self._s.releases.release(flight.kept_at, flight.rid)
+            flight.kept_at = ""
 
     def _model(self, model: str) -> NodeInfo:
         known = self._cluster.models()
@@ -271,7 +285,7 @@ class Proxy:
             prefill = PrefillCall(flight.rid, flight.branch, data, flight.salt, fetch, epoch, keep=True)
             with self._s.tracer.phase("prefill", flight, node.info):
                 try:
-                    async with asyncio.timeout(self._settings.prefill_timeout_s), node.calling():
+                    with node.calling():
                         await self._prefill(node.info, model, prefill, flight, needed)
                     return
                 except (Moved, NodeDown) as error:
@@ -305,15 +319,15 @@ class Proxy:
             while data := await answer.chunk():
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    if await self._heard(_events.decode(line), info, answer, model, flight, needed):
+                    if await self._heard(_events.decode(line), info, model, flight, needed):
+                        await answer.read(MOST_ERROR_BYTES)  # its end: the connection can be used again
                         return
         finally:
-            if flight.prefilled is not answer:
-                answer.close()
+            answer.close()
         raise Moved("the node closed the connection before the prefill was done")
 
     async def _heard(
-        self, event: PrefillEvent, info: NodeInfo, answer: Answer, model: str, flight: Flight, needed: int
+        self, event: PrefillEvent, info: NodeInfo, model: str, flight: Flight, needed: int
     ) -> bool:
         """Take one line of a prefill's answer; whether it was the last."""
         if event.event == "started":
@@ -325,7 +339,7 @@ class Proxy:
             flight.cached_tokens = event.cached_tokens
             flight.fetched_tokens = event.fetched_tokens
             flight.restored_tokens = event.restored_tokens
-            flight.prefilled = answer
+            flight.kept_at = info.url
             if event.fetch_s:
                 self._cluster.fetched(info.node, event.fetched_tokens, event.fetch_s)
             return True
@@ -357,7 +371,7 @@ class Proxy:
                 headers = [pair for pair in headers if pair[0].lower() not in (b"traceparent", b"tracestate")]
                 headers += flight.trace_headers
             try:
-                async with node.calling():
+                with node.calling():
                     answer = await self._s.upstream.request(
                         node.info.url, exchange.method, exchange.target, headers, exchange.body,
                         connect_timeout_s=CONNECT_S, head_timeout_s=self._settings.stream_timeout_s,
@@ -387,7 +401,7 @@ class Proxy:
 
         def begins() -> None:  # until its first byte the request can still move
             flight.t_first_token = self._clock.now()
-            flight.let_pages_go()
+            self._let_pages_go(flight)
             self._cluster.handed_off(flight.to_pull, flight.t_first_token - flight.t_prefill_end)
             headers = [pair for pair in answer.raw_headers if pair[0].lower() not in _NOT_PASSED_BACK]
             headers += [

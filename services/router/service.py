@@ -23,6 +23,7 @@ from services.router.http import HttpLimits, HttpServer
 from services.router.identity import check_branch_id
 from services.router.prompts import Prompts
 from services.router.proxy import Proxy
+from services.router.releases import Releases
 from services.router.settings import RouterSettings
 from services.router.tenants import Identities, qualified, tenant_of
 from services.router.tracing import tracer
@@ -47,6 +48,7 @@ from shared.service import Listener, Service
 from shared.streams import BusError, Event
 
 REGISTRY_S = 0.5
+LINGER_S = 0.002  # for which messages wait for others: a busy router would talk to Redis for each of them
 CREATED = 1_767_225_600  # 2026-01-01: the models', which clients expect to be told
 _EVERYBODY = Keys.none(admin=True)  # see `check_listen`
 
@@ -79,6 +81,7 @@ class RouterService(Service):
         settings = self.router_settings
         self.upstream = Upstream()
         self.prompts = Prompts(self.cluster, self.upstream, settings.token_cache_tokens)
+        self.releases = Releases(self.upstream, self.spawn)
         self.proxy = Proxy(self)
         sock = self._bind(settings.host, settings.port)
         self.url = self._url_of(sock)
@@ -99,11 +102,12 @@ class RouterService(Service):
         return _Listeners(server, runner, self.upstream)
 
     async def startup(self) -> None:
-        self.branch_out = self.bus.publisher("branch", self.instance, maxlen=50_000)
-        self.requests_out = self.bus.publisher("requests", self.instance, maxlen=50_000)
+        self.branch_out = self.bus.publisher("branch", self.instance, maxlen=50_000, linger_s=LINGER_S)
+        self.requests_out = self.bus.publisher("requests", self.instance, maxlen=50_000, linger_s=LINGER_S)
         self.spawn(self.branch_out.run(), "publish branch")
         self.spawn(self.requests_out.run(), "publish requests")
         self._reader = self.bus.reader({})
+        self._reader.ignore(self.instance)
         await self._reader.follow("resync", "roles", "windows", "branch")
         for event in await self.bus.last("roles", 64):
             if isinstance(event.message, RolePlan):
@@ -121,6 +125,7 @@ class RouterService(Service):
             if self._key_file is not None:
                 group.create_task(self._follow_keys(self._key_file))
             while True:
+                await asyncio.sleep(LINGER_S)
                 for event in await self._reader.read(1.0):
                     message = event.message
                     if event.stream.startswith(KV_STREAM):
@@ -137,8 +142,9 @@ class RouterService(Service):
                         self.cluster.measured(message)
                     elif isinstance(message, PathWanted):
                         self.branches.path_wanted(message.branch)
-                    elif event.stream == "branch" and event.producer != self.instance:
+                    elif event.stream == "branch":
                         self._heard_of_another(event)
+                self.cluster.index.settle()
 
     def _heard_of_another(self, event: Event) -> None:
         """Another router's request, placement or end of a branch."""

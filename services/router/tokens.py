@@ -29,23 +29,32 @@ FIRST_HEAD_BYTES, HEAD_GROWTH, HEAD_KEYS = 64, 4, 3
 
 
 class Known:
-    """The last prompt of a conversation."""
+    """The last prompt of a conversation. `base`: one that it goes on from."""
 
-    __slots__ = ("digests", "hashes", "page_size", "salt", "tokens", "_digest")
+    __slots__ = ("_hashed", "_hashed_tokens", "digests", "hashes", "page_size", "salt", "tokens")
 
     def __init__(
-        self, tokens: TokenArray, page_size: int, salt: str, digests: list[bytes], hashes: PageArray
+        self,
+        tokens: TokenArray,
+        page_size: int,
+        salt: str,
+        digests: list[bytes],
+        hashes: PageArray,
+        base: Known | None = None,
     ) -> None:
         self.tokens, self.page_size, self.salt = tokens, page_size, salt
         self.digests, self.hashes = digests, hashes
-        self._digest: bytes | None = None
+        # Of the ids' first `_hashed_tokens`.
+        self._hashed: blake2b | None = None if base is None else base._hashed
+        self._hashed_tokens: int = 0 if base is None else base._hashed_tokens
 
     @property
     def digest(self) -> bytes:
         """16 bytes that stand for all of the ids."""
-        if self._digest is None:
-            self._digest = blake2b(self.tokens.astype("<i4", copy=False).tobytes(), digest_size=16).digest()
-        return self._digest
+        hashed = blake2b(digest_size=16) if self._hashed is None else self._hashed.copy()
+        hashed.update(self.tokens[self._hashed_tokens :].astype("<i4", copy=False).tobytes())
+        self._hashed, self._hashed_tokens = hashed, self.tokens.size
+        return hashed.digest()
 
 
 def head_keys(prompt: bytes) -> list[bytes]:
@@ -102,7 +111,8 @@ class TokenCache:
         else:
             digests = page_digests(tokens, page_size, parent=salt_digest(salt))
             hashes = digests_to_hashes(digests)
-        found = Known(tokens, page_size, salt, digests, hashes)
+        goes_on = base is not None and base.tokens.size < tokens.size
+        found = Known(tokens, page_size, salt, digests, hashes, base if goes_on else None)
         if base is not None:
             self._drop(base_key, base)
         if tokens.size:

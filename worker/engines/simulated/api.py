@@ -54,6 +54,7 @@ class _Rid(msgspec.Struct):
 
 
 _rid_decoder = msgspec.json.Decoder(_Rid)
+_rids_decoder = msgspec.msgpack.Decoder(list[str])
 _prefill_decoder = msgspec.msgpack.Decoder(PrefillCall)
 
 
@@ -86,6 +87,7 @@ class Api:
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/abort_request", self.abort)
         app.router.add_post("/ei/v1/prefill", self.prefill)
+        app.router.add_post("/ei/v1/release", self.release)
 
     # ------------------------------------------------------------------------------ clients
 
@@ -245,6 +247,7 @@ class Api:
         )  # fmt: skip
         call = self._submit(work, "prompt")
         answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        kept = False
         try:
             await answer.prepare(request)
             while not call.ended and call.started_t is None:
@@ -259,13 +262,23 @@ class Api:
                 await answer.write(_line(PrefillEvent("failed", error="the request was aborted")))
             else:
                 await answer.write(_line(_prefill_event("done", call.ended_t or 0.0, work)))
-                if wanted.keep:
-                    await self.engine.keep()
             await answer.write_eof()
+            if wanted.keep:
+                kept = True
+                self.engine.keep(call)
             return answer
         finally:
             self.engine.abort(call)
-            self.engine.let_go(call)
+            if not kept:
+                self.engine.let_go(call)
+
+    async def release(self, request: web.Request) -> web.Response:
+        """The kept pages of these requests (msgpack list of their ids) are not needed any more."""
+        try:
+            rids = _rids_decoder.decode(await request.read())
+        except msgspec.DecodeError as error:
+            raise ApiError(400, f"The body is no list of request ids: {error}") from None
+        return _json({"released": self.engine.release(rids)})
 
     # ------------------------------------------------------------------------------ helpers
 

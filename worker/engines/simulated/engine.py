@@ -98,10 +98,10 @@ class Engine:
         self._on_kv, self._on_ack = on_kv, on_ack
         self._calls: dict[Request, Call] = {}
         self._fetches: dict[Request, asyncio.Task[None]] = {}
+        self._kept: dict[str, tuple[Call, asyncio.TimerHandle]] = {}  # by request id
         self._wake = asyncio.Event()
         self._records: list[Iteration] = []
         self._stopping = False
-        self._stopped = asyncio.Event()
         self.changed = asyncio.Event()  # set when a router should hear of the node before long
         self.iterations = dict.fromkeys((Phase.PREFILL, Phase.DECODE), 0)
         self.iteration_s = dict.fromkeys((Phase.PREFILL, Phase.DECODE), 0.0)
@@ -141,13 +141,23 @@ class Engine:
         self._dispatch()
         self._changed()
 
-    async def keep(self) -> None:
-        """As long as pages may be kept for a decode: KEEP_S, or until the node stops."""
-        try:
-            async with asyncio.timeout(KEEP_S):
-                await self._stopped.wait()
-        except TimeoutError:
-            pass
+    def keep(self, call: Call) -> None:
+        """Keep the pages of a finished prefill until `release`, for KEEP_S, or until the node stops."""
+        rid = call.request.rid
+        self.release([rid])
+        if self._stopping:
+            self.let_go(call)
+            return
+        timer = asyncio.get_running_loop().call_later(KEEP_S, self.release, [rid])
+        self._kept[rid] = (call, timer)
+
+    def release(self, rids: list[str]) -> int:
+        """Let the kept pages of these requests go; of how many there were any."""
+        found = [kept for rid in rids if (kept := self._kept.pop(rid, None)) is not None]
+        for call, timer in found:
+            timer.cancel()
+            self.let_go(call)
+        return len(found)
 
     def let_go(self, call: Call) -> None:
         self._scheduler.let_go(call.request)
@@ -167,7 +177,7 @@ class Engine:
     async def stop(self, grace_s: float) -> None:
         """Hand back what has not begun, let the rest run for `grace_s` (wall), abort what is left then."""
         self._stopping = True
-        self._stopped.set()
+        self.release(list(self._kept))
         self._scheduler.hand_back(self._clock.now())
         self._dispatch()
         self._changed()
