@@ -345,11 +345,14 @@ class Bucket:
     def resize(self, per_minute: int, now: float) -> None:
         """Another limit from now on; what was used and is not yet refilled stays used."""
         self._refill(now)
+        self._t = round(now * _MICROS)
         used = self.per_minute * _UNIT - self._level
         self.per_minute = per_minute
         self._level = per_minute * _UNIT - used if per_minute else 0
 
     def _refill(self, now: float) -> None:
+        if not self.per_minute:
+            return
         t = round(now * _MICROS)
         # A clock that was set back refills nothing, and goes on from there.
         gained = max(0, t - self._t) * self.per_minute
