@@ -282,6 +282,23 @@ def test_wrong_use_changes_nothing(call: Callable[[EvictionOrder], object]) -> N
     assert evicted(order, 4) == [(0, False), (2, False), (1, False)]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_slot_named_twice_counts_once(mode: Eviction) -> None:
+    order = EvictionOrder(3, mode)
+    order.add(slots_of([0, 1, 2]), flags_of([True, False, True]))
+    order.touch(slots_of([1, 0, 1]))
+    order.pin(slots_of([1, 1]))
+    order.pin(slots_of([1]))
+    order.unpin(slots_of([1, 1]))
+    assert order.pinned_slots == 1 and order.evictable == 2
+    order.pin(slots_of([0, 1, 2, 0, 1, 2]))
+    assert evicted(order, 3) == []
+    order.unpin(slots_of([0, 1, 2, 0, 1, 2]))
+    assert sorted(evicted(order, 3)) == [(0, True), (2, True)]
+    order.unpin(slots_of([1]))
+    assert order.pinned_slots == 0 and evicted(order, 3) == [(1, False)]
+
+
 def test_which_slot_was_wrong() -> None:
     order = EvictionOrder(3)
     order.add(slots_of([0, 1]), flags_of([True, True]))

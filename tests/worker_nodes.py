@@ -38,6 +38,8 @@ async def check_empty(service: WorkerService) -> None:
     # Loans end when the peer has said so, a little later than its request.
     await eventually(lambda: cache.l1_pinned == cache.l1_room == cache.l2_pinned == 0)
     assert not service.fetcher.pages_in_flight
+    for pool in (cache._l1, cache._l2):
+        assert not pool.order._pins.any() and not pool.taken_slots
     assert cache.l1_free + cache.l1_used == cache.l1_pages
 
 

@@ -14,7 +14,8 @@ Rules that hold here
 - `count_lru` is Algorithm E.2 to the letter: ascending (1[R > 0], T). `lru` is T alone; flags are kept and
   reported.
 - A pinned slot never leaves. The end of its last pin is an access.
-- The slots of one call are distinct. A call that raises has changed nothing.
+- A slot that one call of `touch`, `pin` or `unpin` names twice counts once; other calls get distinct slots. A call that
+  raises has changed nothing.
 
 T is a position in a log: an access writes the slot at its end, so the log is in the order of T by
 construction and nothing is ever sorted. For each group a row of bytes says which positions hold a slot that
@@ -57,6 +58,8 @@ class EvictionOrder:
         self._accesses = 0
         self._at: Slots = np.full(slots, -1, np.intp)  # a slot's position, so its T; -1 while it is absent
         self._pins = np.zeros(slots, np.int32)
+        self._mark = np.zeros(slots, np.int32)  # see `_once`
+        self._numbers = np.arange(slots, dtype=np.int32)
         self._counted: Flags = np.zeros(slots, np.bool_)  # False while absent
         # A byte is set exactly where a present, unpinned slot of the row's group has its position.
         self._free: list[Flags] = [np.zeros(blocks * _BLOCK, np.bool_) for _ in range(groups)]
@@ -115,6 +118,7 @@ class EvictionOrder:
 
     def touch(self, slots: Slots) -> None:
         """Access, last slot first. Raises KeyError when one is absent."""
+        slots = self._once(slots)
         self._leave(self._positions(slots))
         self._append(slots, self._counted[slots])
         pinned = slots[self._pins[slots].nonzero()]
@@ -123,6 +127,7 @@ class EvictionOrder:
 
     def pin(self, slots: Slots) -> None:
         """Keep the slots until as many `unpin`. Raises KeyError when one is absent."""
+        slots = self._once(slots)
         self._leave(self._positions(slots))
         pins = self._pins[slots]
         self._pinned_slots += len(slots) - int(np.count_nonzero(pins))
@@ -133,6 +138,7 @@ class EvictionOrder:
 
         Raises KeyError when a slot has none.
         """
+        slots = self._once(slots)
         pins = self._pins[slots]
         if np.count_nonzero(pins) < len(slots):
             raise KeyError(int(slots[pins == 0][0]))
@@ -242,6 +248,15 @@ class EvictionOrder:
         if np.count_nonzero(absent):
             raise KeyError(int(slots[absent][0]))
         return at
+
+    def _once(self, slots: Slots) -> Slots:
+        """Each slot once: a second position of one in the log would let it leave while it is pinned."""
+        numbers = self._numbers[: len(slots)]
+        if len(numbers) < len(slots):  # more than there are
+            return np.unique(slots)
+        self._mark[slots] = numbers
+        once = self._mark[slots] == numbers
+        return slots if np.count_nonzero(once) == len(slots) else slots[once]
 
     def _leave(self, at: Slots) -> None:
         """No slot may be evicted from these positions any more."""

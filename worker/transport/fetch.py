@@ -33,6 +33,7 @@ from worker.transport.peers import PeerClient, Pinned
 # done once a piece does not count.
 PIECE_PAGES, PIECE_BYTES = 255, 2**22
 MOST_PIECE_BYTES = 2**25
+PIECE_S = 3.0  # wall: a piece that takes longer comes from a peer that hangs
 READ_AHEAD = 2  # pieces
 WINDOW_PAGES = 2048  # asked for, and pinned at the peer, at a time
 log = get_logger("worker")
@@ -283,7 +284,7 @@ class Fetcher:
     async def _read_piece(self, pages: PageArray, pinned: Pinned, slots: Slots, part: slice) -> Flags:
         """bool[n]: which pages of the piece are what the peer says that they are."""
         size, target = self.page_bytes, slots[part]
-        left_s = max(0.01, pinned.until - time.monotonic())
+        left_s = min(PIECE_S, max(0.01, pinned.until - time.monotonic()))
         await self._transport.read(pinned.endpoint, pinned.offsets[part], target * size, size, left_s)
         if time.monotonic() >= pinned.until:
             raise TransferError(f"{pinned.url}: the pages came after their time")

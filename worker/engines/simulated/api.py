@@ -205,7 +205,10 @@ class Api:
             headers=_headers(request)
             | {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         )
-        await answer.prepare(request)
+        try:
+            await answer.prepare(request)
+        except ConnectionError:
+            return answer  # the client has gone
         sent = 0
         while True:
             produced, done = call.produced, call.ended_t is not None
@@ -249,7 +252,10 @@ class Api:
         answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         kept = False
         try:
-            await answer.prepare(request)
+            try:
+                await answer.prepare(request)
+            except ConnectionError:
+                return answer  # the caller has gone
             while not call.ended and call.started_t is None:
                 await call.news()
             if call.started_t is not None:
