@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := embedded,loadtest,mooncake,dev
 
-.PHONY: help install demo test test-long harness-test lint types format compose-test clean
+.PHONY: help install demo test test-long chaos-test harness-test lint types format compose-test clean
 
 help:
 	@echo "make demo          start a cluster of simulated workers, replay an agent trace, print the report"
 	@echo "make test          the tests"
-	@echo "make test-long     200 crash trials more and ten minutes of chaos, about 35 minutes"
+	@echo "make test-long     200 crash trials more, HTTP on plain asyncio: about 25 minutes"
+	@echo "make chaos-test    ten minutes of agents' work while processes are killed and frozen"
 	@echo "make harness-test  mini-swe-agent and aiperf against the router; installs them outside of .venv (about 10 minutes)"
 	@echo "make install       .venv with all that tests and benches need"
 	@echo "make lint types    ruff and mypy"
@@ -28,10 +29,13 @@ demo: $(STAMP)
 	$(BIN)/evolving demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not long and not compose and not harness" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long and not compose and not harness and not chaos" $(PYTEST_ARGS)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m "long and not harness" $(PYTEST_ARGS)
+
+chaos-test: $(STAMP)
+	$(BIN)/python -m pytest -m chaos -s $(PYTEST_ARGS)
 
 harness-test: $(STAMP)
 	$(BIN)/python -m pytest -m harness $(PYTEST_ARGS)
