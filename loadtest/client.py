@@ -129,11 +129,12 @@ class Client:
 
     def __init__(self, url: str, *, connections: int, timeout_s: float, api_key: str = "") -> None:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._url = url.rstrip("/")
+        self._url = url.rstrip("/").removesuffix("/v1")
         self._connections = connections
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self.retries = 0
+        self.cluster_refused = False  # the server has one, and does not show it to this key
 
     async def __aenter__(self) -> Client:
         self._session = aiohttp.ClientSession(
@@ -181,6 +182,7 @@ class Client:
         """None when the server is no Evolving Infra router, or does not answer now."""
         try:
             status, body = await self._get("/ei/v1/cluster")
+            self.cluster_refused = status in (401, 403)
             return msgspec.json.decode(body, type=Cluster) if status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
             return None

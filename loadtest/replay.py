@@ -115,6 +115,11 @@ class Replay:
             raise ServerError(f"{self.plan.url}: serves no model {self.model!r}, only {', '.join(known)}")
         page_size = known[self.model].page_size
         cluster = await self.client.cluster()
+        if self.client.cluster_refused and self.plan.speedup is None:
+            raise ServerError(
+                f"{self.plan.url}: this key may not see how fast the cluster's clock runs: give --speedup, or an"
+                " administrator's key"
+            )
         if cluster is not None:
             if self.plan.speedup is None:
                 self.speedup = cluster.speedup

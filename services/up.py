@@ -131,27 +131,32 @@ class Supervisor:
         bus = await Bus.connect(self.redis_url, s.cluster)
         await bus.close()
         common = [
-            "--cluster", s.cluster, "--speedup", str(s.speedup), "--host", s.host,
-            "--log-level", s.log_level, "--log-format", s.log_format,
+            "--cluster", s.cluster, "--speedup", str(s.speedup), "--log-level", s.log_level,
+            "--log-format", s.log_format,
         ]  # fmt: skip
+        open_to_all = [
+            "--host",
+            s.host,
+        ]  # the router, which asks for keys, and the page; what asks nobody is not
+        inner = ["--host", "::1" if ":" in s.host else "127.0.0.1"]
         if self._config:
             common += ["--config", self._config]
-        self._add("directory", "services.directory", [*common, "--port", "0"])
+        self._add("directory", "services.directory", [*common, *inner, "--port", "0"])
         self._add("telemetry", "services.telemetry", [
-            *common, "--port", str(page_port), "--slice-s", str(s.slice_s),
+            *common, *open_to_all, "--port", str(page_port), "--slice-s", str(s.slice_s),
         ])  # fmt: skip
         slices = max(2, round(s.window_s / s.slice_s))
         planner = [
-            *common, "--port", "0", "--warmup-s", str(s.warmup_s), "--window-s", str(s.window_s),
+            *common, *inner, "--port", "0", "--warmup-s", str(s.warmup_s), "--window-s", str(s.window_s),
             "--slices", str(slices),
         ]  # fmt: skip
         if s.split:
             planner += ["--initial-split", s.split.upper()]
         self._add("planner", "services.planner", planner)
-        self._add("router", "services.router", [*common, "--port", str(port)])
+        self._add("router", "services.router", [*common, *open_to_all, "--port", str(port)])
         for i in range(1, s.nodes + 1):
             self._add(f"worker-{i}", "worker.agent", [
-                *common, "--port", "0", "--node", f"n{i}", "--profile", s.profile, "--model", s.model,
+                *common, *inner, "--port", "0", "--node", f"n{i}", "--profile", s.profile, "--model", s.model,
             ])  # fmt: skip
         for child in self._children:
             self._watch(self._run(child), f"run {child.name}")
@@ -213,9 +218,8 @@ class Supervisor:
                 return
             if code == EXIT_BAD_SETTINGS and not self._ready:
                 told = _tail(child.log, begin)
-                self._refused = (
-                    f"{child.name} refuses its settings: {told[-1] if told else 'see ' + str(child.log)}"
-                )
+                why = told[-1].removeprefix("evolving: ") if told else f"see {child.log}"
+                self._refused = f"{child.name} refuses its settings: {why}"
                 return
             if time.monotonic() - started > SETTLED_S:
                 wait_s = RESTART_FIRST_S

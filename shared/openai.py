@@ -48,7 +48,13 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         found = {} if self.retry_after_s is None else {"Retry-After": str(max(1, round(self.retry_after_s)))}
-        return found | {MOVED: "1"} if self.code == "moved" else found
+        if self.code == "moved":
+            found[MOVED] = "1"
+        if self.code == "deadline_exceeded":
+            found["x-should-retry"] = (
+                "false"  # else OpenAI's and Anthropic's clients begin it again, and again
+            )
+        return found
 
 
 _ABSENT = msgspec.Raw(b"")

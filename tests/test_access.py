@@ -714,7 +714,7 @@ def test_without_keys_it_does_not_serve_others_unless_told_to(host):
     assert not is_loopback(host)
     with pytest.raises(ConfigError) as caught:
         check_listen(host, False, False)
-    for part in ("evolving keys add", "keys_file", "127.0.0.1", "allow_anonymous"):
+    for part in ("evolving keys add", "EI_ROUTER_KEYS_FILE", "127.0.0.1", "EI_ROUTER_ALLOW_ANONYMOUS"):
         assert part in str(caught.value)
     check_listen(host, True, False)
     check_listen(host, False, True)

@@ -112,7 +112,7 @@ async def test_a_large_body_is_refused(redis_url, cluster_name):
 
 async def test_a_decision_explains_itself(redis_url, cluster_name):
     async with cluster(redis_url, cluster_name, ("p", P), ("q", P), ("d", D)) as (_, _fakes, http, _bus):
-        headers = {"X-EI-Explain": "1", "X-EI-Branch": "b"}
+        headers = {"X-EI-Explain": "True", "X-EI-Branch": "b"}
         async with http.post("/v1/completions", json=body(), headers=headers) as answer:
             told = json.loads(answer.headers["X-EI-Explain"])
         assert told["branch"] == "b" and told["decode"] == "d" and told["source"] == "ei"
@@ -163,6 +163,7 @@ async def test_a_deadline_ends_a_request_with_504(redis_url, cluster_name, where
             assert answer.status == 200 and "deadline_exceeded" in text.split("\n\n")[-2]
         else:
             assert answer.status == 504 and json.loads(text)["error"]["code"] == "deadline_exceeded"
+            assert answer.headers["x-should-retry"] == "false"
         await eventually(lambda: (p if where == "prefill" else d).cancelled == 1)
         (record,) = await done_records(bus, 1)
         assert record.outcome is Outcome.FAILED and empty_books(service)
@@ -241,6 +242,8 @@ async def test_keys_are_asked_for_and_limit(redis_url, cluster_name, tmp_path):
         async with http.post("/v1/completions", json=body(), headers=bearer(keys["user"])) as answer:
             assert answer.status == 429 and int(answer.headers["Retry-After"]) >= 1
             assert (await answer.json())["error"]["code"] == "rate_limit_requests"
+        async with http.get("/nothing", headers=bearer(keys["user"])) as answer:
+            assert answer.status == 404
         for path in ("/metrics", "/ei/v1/cluster"):
             async with http.get(path, headers=bearer(keys["user"])) as answer:
                 assert answer.status == 403
@@ -279,7 +282,7 @@ async def test_tenants_share_neither_pages_nor_branches(redis_url, cluster_name,
         for message in requests:
             assert message.pages == page_hashes(tokens, 16, salt=salts[message.branch]).tobytes()
         async with http.get("/v1/branches", headers=bearer(keys["a"])) as answer:
-            assert [view["branch"] for view in (await answer.json())["branches"]] == ["@a|same"]
+            assert [view["branch"] for view in (await answer.json())["branches"]] == ["same"]
         async with http.delete("/v1/branches/@b|same", headers=bearer(keys["a"])) as answer:
             assert (await answer.json())["known"] is False  # it is @a|@b|same that this ends
         async with http.get("/v1/branches/same", headers=bearer(keys["b"])) as answer:
@@ -401,3 +404,11 @@ async def test_the_next_step_sends_for_what_it_appended(redis_url, cluster_name)
             if step:
                 assert n.sent_tokens[-1] == 100
             text += "b" * 100
+
+
+async def test_a_router_with_another_clock_is_not_ready(redis_url, cluster_name):
+    async with cluster(redis_url, cluster_name, ("n", BOTH)) as (service, (n,), http, _bus):
+        n.state(service.clock.now() * 20)
+        await eventually(lambda: service.cluster.nodes["n"].state)
+        async with http.get("/readyz") as answer:
+            assert answer.status == 503 and "speed-up" in await answer.text()

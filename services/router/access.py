@@ -552,6 +552,6 @@ def check_listen(host: str, has_keys: bool, allow_anonymous: bool) -> None:
         return
     raise ConfigError(
         f"the router would serve everybody who reaches {host or 'any address'}: give it keys (evolving keys add"
-        " --file keys.toml --name NAME, then keys_file = keys.toml), or listen on 127.0.0.1, or set allow_anonymous"
-        " where the network lets only friends in"
+        " --file keys.toml --name NAME, then EI_ROUTER_KEYS_FILE=keys.toml), or listen on 127.0.0.1, or set"
+        " EI_ROUTER_ALLOW_ANONYMOUS=true where the network lets only friends in"
     )

@@ -27,6 +27,7 @@ from shared.kvindex import KvIndex
 from shared.messages import BranchPlaced, Models, NodeInfo, NodeState, Phase, RolePlan, Slice
 from shared.timing import GLM_52_4XGB300, PROFILES, FetchModel, PrefillModel, Profile
 
+CLOCK_OFF_S = 600.0  # wall seconds
 REPORTED_S = 1.0  # wall seconds after which a node's state lists what another router sent it
 # f of Equation 3 before the cluster has measured it: agents mostly come back while their KV is in GPU memory.
 START_RESTORED_FRACTION = 0.1
@@ -164,6 +165,13 @@ class Cluster:
         for one in part.nodes:
             if one.iterations and one.node in self.nodes:
                 self.nodes[one.node].restored_fraction = min(1.0, max(0.0, one.f))
+
+    def clocks_differ(self) -> bool:
+        """Whether what the nodes report is nowhere near now."""
+        now = self._clock.now()
+        states = [node.state for node in self.nodes.values() if node.state is not None]
+        off_s = CLOCK_OFF_S * max(1.0, self._clock.speedup)
+        return bool(states) and all(abs(state.t - now) > off_s for state in states)
 
     def placed(self, placed: BranchPlaced) -> None:
         """Another router sent a request to a node."""

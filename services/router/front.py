@@ -43,6 +43,7 @@ _HOP = {
     INNER.encode(), TENANT.encode(), ADMIN.encode(),
 }  # fmt: skip
 _HEALTH = ("/healthz", "/readyz")
+_ADMIN = ("/metrics", "/ei/v1/")
 _OWN = ("/v1/models", "/v1/branches", "/v1/hooks")
 
 
@@ -91,7 +92,7 @@ class Front:
             await self._inner(exchange, key)
         elif path.startswith("/v1/"):
             await self._to_a_node(exchange)
-        elif self._s.router_settings.admin_port:
+        elif self._s.router_settings.admin_port or not path.startswith(_ADMIN):
             raise ApiError(404, f"There is no {exchange.method} {path} here.", code="unknown_url")
         elif not key.admin:
             raise ApiError(

@@ -21,12 +21,13 @@ import prometheus_client
 
 from services.router.answer import Answering, Headers
 from services.router.calls import Api, Call, plain_body, read_call
+from services.router.claims import said_yes
 from services.router.cluster import Node, NodeDown
 from services.router.explain import explained
 from services.router.flight import Flight
 from services.router.placement import Prefill
 from services.router.placing import Placer
-from services.router.tenants import qualified
+from services.router.tenants import own_name, qualified
 from services.router.upstream import Moved, relayed, usage_in
 from services.router.upstream_http import UpstreamError
 from shared.messages import BranchPlaced, FetchPlan, NodeInfo, Outcome, Phase, PrefillCall, PrefillEvent
@@ -55,6 +56,7 @@ _NOT_PASSED_BACK = {
     b"content-length",
     b"upgrade",
     b"trailer",
+    b"server",
 }
 _MSGPACK: Headers = [(b"Content-Type", b"application/msgpack")]
 _events = msgspec.json.Decoder(PrefillEvent)
@@ -406,11 +408,11 @@ class Proxy:
             headers = [pair for pair in answer.raw_headers if pair[0].lower() not in _NOT_PASSED_BACK]
             headers += [
                 (b"X-EI-Request-Id", flight.rid.encode()),
-                (b"X-EI-Branch", flight.branch.encode("latin-1", "replace")),
+                (b"X-EI-Branch", own_name(flight.tenant, flight.branch).encode("latin-1", "replace")),
                 (b"X-EI-Prefill-Node", flight.prefill_node.encode()),
                 (b"X-EI-Decode-Node", flight.decode_node.encode()),
             ]
-            if exchange.headers.get("x-ei-explain") == "1":
+            if said_yes(exchange.headers.get("x-ei-explain")):
                 headers.append((b"X-EI-Explain", explained(flight).encode()))
             answering.begin(
                 answer.status, headers, length=None if streams else answer.length, streaming=streams

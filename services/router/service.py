@@ -13,7 +13,7 @@ import prometheus_client
 from aiohttp import web
 
 from services.router.access import KeyFile, Keys, check_listen
-from services.router.branches import Branches
+from services.router.branches import Branches, BranchView
 from services.router.cluster import Cluster, Node
 from services.router.flight import Flight
 from services.router.front import ADMIN, INNER, TENANT, Front
@@ -25,7 +25,7 @@ from services.router.prompts import Prompts
 from services.router.proxy import Proxy
 from services.router.releases import Releases
 from services.router.settings import RouterSettings
-from services.router.tenants import Identities, qualified, tenant_of
+from services.router.tenants import Identities, own_name, qualified, tenant_of
 from services.router.tracing import tracer
 from services.router.upstream_http import Upstream, UpstreamError
 from shared.api_errors import openai_errors
@@ -167,6 +167,8 @@ class RouterService(Service):
     def ready(self) -> str | None:
         if not self.cluster.nodes:
             return "no worker has registered yet"
+        if self.cluster.clocks_differ():
+            return "the workers' clock is another one: the speed-up must be the same everywhere, and the hosts' clocks right"
         return None
 
     # ------------------------------------------------------------------ nodes and their pages
@@ -256,7 +258,10 @@ class RouterService(Service):
             await asyncio.sleep(1.0)
             if file.changed():
                 self.gate.admission.reloaded(file.keys)
-                self.log.info("keys_changed", keys=len(file.keys.entries), error=file.error)
+                if file.error is None:
+                    self.log.info("keys_changed", keys=len(file.keys.entries))
+                else:
+                    self.log.warning("keys_file_refused", kept=len(file.keys.entries), error=file.error)
 
     # ------------------------------------------------------------------ HTTP
 
@@ -297,14 +302,15 @@ class RouterService(Service):
         return api_response(_model(name, known[name]))
 
     async def _get_branches(self, request: web.Request) -> web.Response:
-        return api_response({"branches": [v for v in self.branches.list() if _may_see(request, v.branch)]})
+        listed = [_shown(request, view) for view in self.branches.list() if _may_see(request, view.branch)]
+        return api_response({"branches": listed})
 
     async def _get_branch(self, request: web.Request) -> web.Response:
         branch = self._branch_of(request)
         view = self.branches.get(branch)
         if view is None:
             raise ApiError(404, f"No branch {branch!r} is active on this router.", code="branch_not_found")
-        return api_response(view)
+        return api_response(_shown(request, view))
 
     async def _delete_branch(self, request: web.Request) -> web.Response:
         branch = self._branch_of(request)
@@ -416,6 +422,15 @@ def _model(name: str, info: NodeInfo) -> dict[str, object]:
         "display_name": name,
         "created_at": datetime.fromtimestamp(CREATED, UTC).isoformat().replace("+00:00", "Z"),
     }
+
+
+def _shown(request: web.Request, view: BranchView) -> BranchView:
+    """A branch by the name that the key's tenant knows it by."""
+    if request.headers.get(ADMIN) == "1":
+        return view
+    tenant = request.headers.get(TENANT, "")
+    parent = own_name(tenant, view.parent) if view.parent else None
+    return msgspec.structs.replace(view, branch=own_name(tenant, view.branch), parent=parent)
 
 
 def _may_see(request: web.Request, branch: str) -> bool:

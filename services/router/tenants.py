@@ -31,6 +31,12 @@ def split(branch: str) -> tuple[str, str]:
     return "", branch
 
 
+def own_name(tenant: str, branch: str) -> str:
+    """What a tenant itself calls its branch."""
+    owner, own = split(branch)
+    return own if owner == tenant else branch
+
+
 def tenant_of(branch: str) -> str:
     return split(branch)[0]
 
