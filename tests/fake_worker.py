@@ -19,7 +19,7 @@ from shared.messages import KvSnapshot, NodeInfo, NodeState, Phase, PrefillCall
 class FakeWorker:
     def __init__(self, bus: Bus, node: str, phase: Phase = Phase.BOTH) -> None:
         self.bus, self.node, self.phase = bus, node, phase
-        self.prefill_script: list[str] = []  # done (default), moved, failed, close, hang, silent
+        self.prefill_script: list[str] = []  # done (default), moved, failed, close, hang, silent, garbage
         self.decode_script: list[str] = []  # ok (default), moved, die, hang, error, silent
         self.prefills: list[PrefillCall] = []
         self.decodes: list[tuple[dict[str, str], bytes]] = []
@@ -29,6 +29,8 @@ class FakeWorker:
         ] = []  # method, path with query, body of calls of no known API
         self.chunks = 5
         self.released: list[str] = []  # request ids
+        self.other_status = 202
+        self.tokenizer_says: tuple[int, bytes] | None = None
         self.frozen = False  # nothing is answered, as by a stopped process
         self.sent_tokens: list[int] = []  # ids in each answer of the tokenizer
         self.resume = asyncio.Event()
@@ -80,9 +82,12 @@ class FakeWorker:
 
     async def _other(self, request: web.Request) -> web.Response:
         self.others.append((request.method, request.path_qs, await request.read()))
-        return web.json_response({"node": self.node, "method": request.method}, status=202)
+        return web.json_response({"node": self.node, "method": request.method}, status=self.other_status)
 
     async def _tokenize(self, request: web.Request) -> web.Response:
+        if self.tokenizer_says:
+            status, data = self.tokenizer_says
+            return web.Response(status=status, body=data)
         body = json.loads(await request.read())
         text = body.get("prompt") or body.get("text") or json.dumps(body.get("messages") or body.get("input"))
         data = _ids(text)
@@ -112,6 +117,8 @@ class FakeWorker:
             raise
         if how == "close":
             request.transport.abort()
+        elif how == "garbage":
+            await answer.write(b"\xff no event\n")
         elif how == "moved":
             await answer.write(b'{"event":"moved"}\n')
         elif how == "failed":

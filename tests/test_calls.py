@@ -202,7 +202,7 @@ def test_any_values_are_a_call_or_refused(fields, api):
     try:
         call = read_call(json.dumps(fields).encode(), api)
         assert call.output_limit is None or call.output_limit >= 0
-        ids_given(call, api)
+        ids_given(call, api, 4096)
     except ApiError as error:
         assert error.status == 400
 
@@ -219,7 +219,7 @@ def test_deep_nesting_breaks_nothing(field, depth, mark):
         text = b", ".join(b'"%s": %s' % (name.encode(), value) for name, value in known.items())
         for end in (b"}", b""):
             try:
-                ids_given(read_call(b'{"model": "m", ' + text + end, api), api)
+                ids_given(read_call(b'{"model": "m", ' + text + end, api), api, 4096)
             except ApiError as error:
                 assert error.status == 400
 
@@ -253,22 +253,22 @@ def call_with(api: Api, field: str, value: str) -> Call:
 @pytest.mark.parametrize(("api", "field"), [(Api.COMPLETION, "prompt"), (Api.GENERATE, "input_ids")])
 def test_ids_that_are_given_are_taken(api, field):
     for text in ("[1, 2, 3]", "[[1,2,3]]", " [ 1 ,2,3 ] "):
-        ids = ids_given(call_with(api, field, text), api)
+        ids = ids_given(call_with(api, field, text), api, 4096)
         assert ids.tolist() == [1, 2, 3] and ids.dtype == "int32"
     for text in ("[1, -2]", "[2147483648]", "[1.5]", '[1, "a"]', "[[1], [2]]", "[true]", f"[{'9' * 50}]"):
         with pytest.raises(ApiError) as caught:
-            ids_given(call_with(api, field, text), api)
+            ids_given(call_with(api, field, text), api, 4096)
         assert caught.value.status == 400
 
 
 def test_text_is_a_workers_to_tokenize():
-    assert ids_given(call_with(Api.COMPLETION, "prompt", '"1, 2"'), Api.COMPLETION) is None
-    assert ids_given(call_with(Api.COMPLETION, "prompt", '["one"]'), Api.COMPLETION) is None
+    assert ids_given(call_with(Api.COMPLETION, "prompt", '"1, 2"'), Api.COMPLETION, 4096) is None
+    assert ids_given(call_with(Api.COMPLETION, "prompt", '["one"]'), Api.COMPLETION, 4096) is None
     for nothing in ("null", "[]", '""'):
-        assert ids_given(call_with(Api.GENERATE, "input_ids", nothing), Api.GENERATE) is None
+        assert ids_given(call_with(Api.GENERATE, "input_ids", nothing), Api.GENERATE, 4096) is None
     for api in (Api.CHAT, Api.RESPONSES, Api.MESSAGES):
         call = read_call(b'{"model":"m","messages":[1],"input":[2],"prompt":[3],"input_ids":[4]}', api)
-        assert ids_given(call, api) is None
+        assert ids_given(call, api, 4096) is None
 
 
 # ---------------------------------------------------------------------- encodings
@@ -362,3 +362,23 @@ def test_what_follows_the_end_is_not_dropped_in_silence():
 def test_another_encoding_is_unknown(encoding):
     error = unpacking_fails(gzip.compress(b"x"), encoding)
     assert (error.status, error.code) == (415, "unsupported_encoding")
+
+
+@pytest.mark.parametrize(("api", "field"), [(Api.COMPLETION, "prompt"), (Api.GENERATE, "input_ids")])
+def test_far_too_many_ids_are_refused_unread(api, field):
+    body = b'{"model": "m", "' + field.encode() + b'": [[1' + b",1234567890" * 5000 + b"]]}"
+    with pytest.raises(ApiError) as caught:
+        ids_given(read_call(body, api), api, 4096)
+    assert caught.value.code == "context_length_exceeded"
+    text = b'{"model": "m", "' + field.encode() + b'": "' + b"1" * 90_000 + b'"}'
+    if api is Api.COMPLETION:
+        assert ids_given(read_call(text, api), api, 4096) is None
+
+
+def test_members_are_bounded():
+    from services.router.calls import MOST_MEMBERS
+
+    assert plain_body(gzip.compress(b"ab") * MOST_MEMBERS, "gzip", 1000) == b"ab" * MOST_MEMBERS
+    with pytest.raises(ApiError) as caught:
+        plain_body(gzip.compress(b"") * (MOST_MEMBERS + 1), "gzip", 1000)
+    assert caught.value.status == 400

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from services.router.cluster import REPORTED_S, Cluster, Node, NodeDown
+from services.router.cluster import MISSING_S, REPORTED_S, Cluster, Node, NodeDown, unusable
 from services.router.health import FAILURES, SUCCESSES, SUSPECT_S, Fitness
 from services.router.placement import Prefill
 from services.telemetry import cluster
@@ -286,7 +286,7 @@ def test_doubtful_nodes_are_silent_suspect_or_on_trial():
     clock.t += 0.2
     assert doubtful() == ["n1", "n2", "n3"]
     c.registered({"n4": node_info("n4")})
-    assert doubtful() == []  # it has just come
+    assert "n4" not in doubtful()  # it has just come
     c.answered("n1")  # gone
 
 
@@ -381,7 +381,10 @@ def goes_down(c: Cluster, name: str = "n1") -> None:
 
 
 def leaves(c: Cluster) -> None:
-    c.registered({"n2": c.nodes["n2"].info})
+    rest = {"n2": c.nodes["n2"].info}
+    c.registered(rest)
+    c._clock.t += MISSING_S + 1
+    c.registered(rest)
 
 
 def restarts(c: Cluster) -> None:
@@ -505,3 +508,35 @@ async def test_a_result_that_comes_as_the_node_goes_leaves_no_cancellation():
     caller.go_on.set_result(None)
     goes_down(c)
     assert await caller.result() == "node down"
+
+
+def test_a_node_that_the_registry_lost_stays_while_it_answers():
+    """Redis was away, and came back empty."""
+    c, clock = router_view(node_info("n1"), node_info("n2"))
+    infos = {name: node.info for name, node in c.nodes.items()}
+    assert c.registered({}) == ([], [])
+    assert set(sent(c)) == {"n1", "n2"}  # there is nothing else
+    assert [node.info.node for node in c.doubtful(2.0)] == ["n1", "n2"]
+    c.registered({"n2": infos["n2"]})
+    assert set(sent(c)) == {"n2"}
+    clock.t += MISSING_S / 2
+    c.registered(infos)
+    clock.t += MISSING_S
+    assert c.registered(infos) == ([], []) and set(sent(c)) == {"n1", "n2"}
+    c.registered({"n2": infos["n2"]})
+    for _ in range(FAILURES):
+        c.failed("n1")
+    assert c.registered({"n2": infos["n2"]}) == ([], ["n1"])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"url": "https://h:1"}, {"url": ""}, {"url": "http://[::1"}, {"url": "http://127.0.0.1:99999"},
+        {"url": "http://127.0.0.1:1/a b"}, {"url": "http://h\u00e9:80/"}, {"page_size": 0}, {"max_context": -1},
+    ],
+)  # fmt: skip
+def test_registrations_that_cannot_be_used(wrong):
+    info = node_info("n1")
+    assert unusable(info) == ""
+    assert unusable(msgspec.structs.replace(info, **wrong))

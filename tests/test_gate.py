@@ -21,6 +21,17 @@ def entry(name: str = "k", **fields) -> KeyEntry:
 ANY = entry(priority="interactive")
 
 
+async def admitted(gate: Gate, key: KeyEntry) -> Ticket:
+    """In flight at the end of it; whoever gives up before leaves, as a request's handler does."""
+    ticket = gate.enter(key)
+    try:
+        await gate.turn(ticket)
+    except BaseException:
+        gate.leave(ticket, 0)
+        raise
+    return ticket
+
+
 async def ticks(n: int = 5) -> None:
     for _ in range(n):
         await asyncio.sleep(0)
@@ -35,21 +46,21 @@ async def line(gate: Gate, *keys: KeyEntry) -> list[asyncio.Task[Ticket]]:
     """Tasks that wait for a place, in that order."""
     tasks = []
     for key in keys:
-        tasks.append(asyncio.create_task(gate.enter(key)))
+        tasks.append(asyncio.create_task(admitted(gate, key)))
         await ticks()
     return tasks
 
 
 async def test_with_room_nobody_waits():
     gate = Gate(2, 2)
-    first = await gate.enter(ANY)
-    await gate.enter(ANY)
+    first = await admitted(gate, ANY)
+    await admitted(gate, ANY)
     assert gate.admission.in_flight == 2 and not first.waiting
 
 
 async def test_who_waits_goes_when_a_place_is_free():
     gate = Gate(1, 2)
-    first = await gate.enter(ANY)
+    first = await admitted(gate, ANY)
     second, third = await line(gate, ANY, ANY)
     assert not second.done() and gate.admission.waiting == 2
     gate.leave(first, 0)
@@ -63,11 +74,11 @@ async def test_who_waits_goes_when_a_place_is_free():
 
 async def test_the_urgent_go_first_and_the_rest_in_the_order_of_their_coming():
     gate = Gate(1, 100)
-    held = await gate.enter(ANY)
+    held = await admitted(gate, ANY)
     order: list[str] = []
 
     async def one(name: str, key: KeyEntry) -> None:
-        ticket = await gate.enter(key)
+        ticket = await admitted(gate, key)
         order.append(name)
         gate.leave(ticket, 0)
 
@@ -84,11 +95,11 @@ async def test_the_urgent_go_first_and_the_rest_in_the_order_of_their_coming():
 
 async def test_a_full_line_refuses_at_once():
     gate = Gate(1, 1)
-    held = await gate.enter(ANY)
+    held = await admitted(gate, ANY)
     (waiting,) = await line(gate, ANY)
     with pytest.raises(ApiError) as caught:
         async with asyncio.timeout(1.0):
-            await gate.enter(ANY)
+            await admitted(gate, ANY)
     assert (caught.value.status, caught.value.code) == (429, "overloaded")
     gate.leave(held, 0)
     gate.leave(await waiting, 0)
@@ -97,40 +108,40 @@ async def test_a_full_line_refuses_at_once():
 
 async def test_without_a_line_nobody_waits():
     gate = Gate(1, 0)
-    await gate.enter(ANY)
+    await admitted(gate, ANY)
     with pytest.raises(ApiError):
-        await gate.enter(ANY)
+        await admitted(gate, ANY)
 
 
 async def test_a_keys_own_limits_refuse_at_once_and_take_nothing():
     gate = Gate(10, 10)
     one = entry("one", max_in_flight=1)
-    first = await gate.enter(one)
+    first = await admitted(gate, one)
     with pytest.raises(ApiError) as caught:
-        await gate.enter(one)
+        await admitted(gate, one)
     assert caught.value.code == "too_many_in_flight"
     gate.leave(first, 0)
-    gate.leave(await gate.enter(one), 0)
+    gate.leave(await admitted(gate, one), 0)
     assert_empty(gate)
 
 
 async def test_tokens_are_charged():
     gate = Gate(10, 10)
     limited = entry("limited", tokens_per_minute=100)
-    ticket = await gate.enter(limited)
+    ticket = await admitted(gate, limited)
     gate.charge(ticket, 60)
     with pytest.raises(ApiError) as caught:
         gate.charge(ticket, 60)
     assert caught.value.code == "rate_limit_tokens"
     gate.leave(ticket, 1000)  # the output counts, too
     with pytest.raises(ApiError):
-        await gate.enter(limited)
+        await admitted(gate, limited)
     assert_empty(gate)
 
 
 async def test_leaving_twice_frees_one_place():
     gate = Gate(1, 10)
-    first = await gate.enter(ANY)
+    first = await admitted(gate, ANY)
     second, third = await line(gate, ANY, ANY)
     gate.leave(first, 0)
     gate.leave(first, 0)
@@ -146,7 +157,7 @@ async def test_leaving_twice_frees_one_place():
 
 async def test_who_gives_up_leaves_the_line():
     gate = Gate(1, 10)
-    held = await gate.enter(ANY)
+    held = await admitted(gate, ANY)
     quits, stays = await line(gate, ANY, ANY)
     quits.cancel()
     await ticks()
@@ -159,7 +170,7 @@ async def test_who_gives_up_leaves_the_line():
 @pytest.mark.parametrize(("first", "ticks_between"), [("turn", 0), ("cancel", 0), ("cancel", 1)])
 async def test_a_turn_that_comes_as_its_request_gives_up_is_the_next_ones(first, ticks_between):
     gate = Gate(1, 10)
-    held = await gate.enter(ANY)
+    held = await admitted(gate, ANY)
     quits, stays = await line(gate, ANY, ANY)
     acts = [lambda: gate.leave(held, 0), quits.cancel]
     for act in acts if first == "turn" else reversed(acts):
@@ -174,7 +185,7 @@ async def test_a_turn_that_comes_as_its_request_gives_up_is_the_next_ones(first,
 
 async def test_several_that_give_up_in_one_tick_lose_no_place():
     gate = Gate(2, 10)
-    held = [await gate.enter(ANY), await gate.enter(ANY)]
+    held = [await admitted(gate, ANY), await admitted(gate, ANY)]
     tasks = await line(gate, *[ANY] * 6)
     for ticket in held:
         gate.leave(ticket, 0)
@@ -189,10 +200,10 @@ async def test_several_that_give_up_in_one_tick_lose_no_place():
 
 async def test_a_deadline_ends_the_waiting():
     gate = Gate(1, 10)
-    held = await gate.enter(ANY)
+    held = await admitted(gate, ANY)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await gate.enter(ANY)
+            await admitted(gate, ANY)
     gate.leave(held, 0)
     assert_empty(gate)
 
@@ -210,7 +221,7 @@ async def storm(seed: int, places: int, waiting: int, requests: int) -> None:
         )
         await ticks(rng.randrange(20))
         try:
-            ticket = await gate.enter(key)
+            ticket = await admitted(gate, key)
         except ApiError as error:
             assert error.status == 429
             return

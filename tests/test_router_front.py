@@ -412,3 +412,94 @@ async def test_a_router_with_another_clock_is_not_ready(redis_url, cluster_name)
         await eventually(lambda: service.cluster.nodes["n"].state)
         async with http.get("/readyz") as answer:
             assert answer.status == 503 and "speed-up" in await answer.text()
+
+
+# ---------------------------------------------------------------------- workers that answer nonsense
+
+
+async def test_a_prefill_answer_that_cannot_be_read_is_another_nodes_turn(redis_url, cluster_name):
+    async with cluster(redis_url, cluster_name, ("p1", P), ("p2", P), ("d", D)) as (
+        service,
+        (p1, p2, _),
+        http,
+        _bus,
+    ):
+        p1.prefill_script = ["garbage"]
+        async with http.post("/v1/completions", json=body()) as answer:
+            assert answer.status == 200 and answer.headers["X-EI-Prefill-Node"] == "p2"
+        assert len(p1.prefills) == 1 and empty_books(service)
+
+
+@pytest.mark.parametrize(
+    "says", [(503, b"{}"), (500, b"?"), (200, b"12345"), (200, b"\xff\xff\xff\xff"), (302, b"")]
+)
+async def test_a_tokenizer_that_cannot_is_another_nodes_turn(redis_url, cluster_name, says):
+    async with cluster(redis_url, cluster_name, ("a", BOTH), ("b", BOTH)) as (service, fakes, http, _bus):
+        fakes[0].tokenizer_says = says
+        for _ in range(3):
+            async with http.post("/v1/chat/completions", json=CHAT) as answer:
+                assert answer.status == 200, await answer.text()
+        fakes[1].tokenizer_says = says
+        async with http.post("/v1/chat/completions", json=CHAT) as answer:
+            assert answer.status == 503 and (await answer.json())["error"]["code"] == "no_worker"
+        assert empty_books(service)
+
+
+async def test_other_paths_leave_a_node_that_cannot(redis_url, cluster_name):
+    async with cluster(redis_url, cluster_name, ("a", BOTH), ("b", BOTH)) as (_, (a, b), http, _bus):
+        a.other_status = 503
+        async with http.get("/v1/files") as answer:
+            assert answer.status == 202 and (await answer.json())["node"] == "b"
+        b.other_status = 503
+        async with http.get("/v1/files") as answer:
+            assert answer.status == 503 and (await answer.json())["node"] == "b"  # its own words
+
+
+# ---------------------------------------------------------------------- what clients try
+
+
+async def test_a_clients_headers_do_not_speak_for_the_router(redis_url, cluster_name):
+    async with cluster(redis_url, cluster_name, ("n", BOTH)) as (_, (n,), http, _bus):
+        ours = ("X-EI-KV-Source", "X-EI-Salt", "X_EI_Salt", "X-EI-Tenant", "X-EI-Inner", "Cookie", "Api-Key")
+        async with http.post(
+            "/v1/completions", json=body(), headers={name: "evil" for name in ours}
+        ) as answer:
+            assert answer.status == 200
+        ((headers, _),) = n.decodes
+        assert "evil" not in headers.values()
+
+
+async def test_odd_paths_and_methods(redis_url, cluster_name):
+    async with cluster(redis_url, cluster_name, ("n", BOTH)) as (service, (n,), _, _bus):
+        host, port = service.url.removeprefix("http://").split(":")
+        for line, status in (
+            (b"GET /v1/../ei/v1/release HTTP/1.1", 404),
+            (b"GET /v1/%2e%2e/abort_request HTTP/1.1", 404),
+            (b"M-SEARCH /v1/models HTTP/1.1", 405),
+            (b"GET http://anywhere/v1/models HTTP/1.1", 200),
+        ):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(line + b"\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert int((await reader.readline()).split()[1]) == status, line
+            writer.close()
+        assert not n.others
+
+
+async def test_who_waits_in_line_has_a_deadline_and_gets_comments(redis_url, cluster_name):
+    async with cluster(redis_url, cluster_name, ("n", BOTH), max_requests=1, keepalive_s=0.05) as (
+        service,
+        (n,),
+        http,
+        _,
+    ):
+        n.prefill_script = ["hang"]
+        first = asyncio.create_task(http.post("/v1/completions", json=body()))
+        await eventually(lambda: n.prefills)
+        async with http.post("/v1/completions", json=body(), headers={"X-EI-Timeout": "0.2"}) as answer:
+            assert answer.status == 504
+        async with http.post("/v1/completions", json=body(stream=True)) as answer:
+            assert await answer.content.readuntil(b"\n\n") == b": waiting\n\n"
+            n.resume.set()
+            assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+        assert (await first).status == 200
+        await eventually(lambda: not service.gate.admission.in_flight and not service.gate.admission.waiting)

@@ -18,6 +18,8 @@ from services.router.claims import Hints
 from shared.openai import ApiError, TokenArray, prompt_ids
 
 MOST_CHOICES = 128
+MOST_MEMBERS = 16
+BYTES_A_TOKEN = 12  # of an id in JSON, at most
 _ABSENT = msgspec.Raw(b"")
 _NOTHING = (b"", b"null", b"[]", b'""')
 
@@ -117,13 +119,22 @@ def read_call(body: bytes, api: Api) -> Call:
     return call
 
 
-def ids_given(call: Call, api: Api) -> TokenArray | None:
-    """int32[n] when the client sent token ids; None when a worker has to tokenize. Raises ApiError 400."""
-    if api is Api.COMPLETION:
-        return prompt_ids(call.prompt)
-    if api is Api.GENERATE and bytes(call.input_ids).strip() not in _NOTHING:
-        return prompt_ids(call.input_ids)
-    return None
+def ids_given(call: Call, api: Api, max_context: int) -> TokenArray | None:
+    """int32[n] when the client sent token ids; None when a worker has to tokenize. Raises ApiError 400, also for more
+    than `max_context` ids.
+    """
+    given = call.prompt if api is Api.COMPLETION else call.input_ids if api is Api.GENERATE else _ABSENT
+    size = memoryview(given).nbytes
+    if size > BYTES_A_TOKEN * max_context and bytes(memoryview(given)[:64]).lstrip(b" \t\r\n[")[:1].isdigit():
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {max_context} tokens; the prompt has more.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if bytes(given).strip() in _NOTHING:
+        return None
+    return prompt_ids(given)
 
 
 def plain_body(body: bytes, encoding: str, limit: int) -> bytes:
@@ -136,8 +147,7 @@ def plain_body(body: bytes, encoding: str, limit: int) -> bytes:
             return body
         case "gzip" | "x-gzip" | "deflate":
             plain = b""
-            more = True
-            while more:  # gzip may come in several members
+            for _ in range(MOST_MEMBERS):  # gzip may come in several; each copies what follows it
                 unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # either header
                 try:
                     plain += unpacker.decompress(body, limit + 1 - len(plain))
@@ -152,7 +162,14 @@ def plain_body(body: bytes, encoding: str, limit: int) -> bytes:
                 if not unpacker.eof:
                     raise ApiError(400, f"The request body's {encoding} is cut off.", code="unreadable_body")
                 body = unpacker.unused_data
-                more = bool(body)
+                if not body:
+                    break
+            else:
+                raise ApiError(
+                    400,
+                    f"The request body has more than {MOST_MEMBERS} gzip members.",
+                    code="unreadable_body",
+                )
             return plain
         case _:
             raise ApiError(

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
+MOST_HINT_BYTES = 2**16  # of a body field that may hold an id
 MAX_FOREIGN_LENGTH = 100  # of a harness's id, so that two of them and a prefix are a branch id
 _ABSENT = msgspec.Raw(b"")
 _CLAUDE_USER = re.compile(r"_session_([0-9A-Za-z-]+)$")
@@ -205,7 +206,7 @@ def _conversation(hints: Hints) -> object:
 
 
 def _value(raw: msgspec.Raw) -> object:
-    return _json(bytes(raw))
+    return _json(bytes(raw)) if memoryview(raw).nbytes <= MOST_HINT_BYTES else None
 
 
 def _json(data: bytes) -> object:

@@ -5,6 +5,7 @@ Rules that hold here
   the node registry by the service's loop.
 - A node may prefill (decode) when the plan in force and the phase that it reports both allow it: a node that
   changes phase gets nothing new that it would hand back.
+- A node that the registry does not list any more is kept while it answers, `MISSING_S` at most.
 - A node that could not be reached, or does not answer, is left out as `health.py` says. One that goes down takes
   the calls to it with it: their tasks are woken (`Node.calls`), so that a frozen node holds up nobody.
 - What other routers placed counts like what this one sent, until the node has reported since.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from types import TracebackType
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -27,10 +29,27 @@ from shared.kvindex import KvIndex
 from shared.messages import BranchPlaced, Models, NodeInfo, NodeState, Phase, RolePlan, Slice
 from shared.timing import GLM_52_4XGB300, PROFILES, FetchModel, PrefillModel, Profile
 
+MISSING_S = 10.0  # wall seconds for which a node that the registry has lost is kept, if it answers
+MOST_FETCH_S = 3600.0
 CLOCK_OFF_S = 600.0  # wall seconds
 REPORTED_S = 1.0  # wall seconds after which a node's state lists what another router sent it
 # f of Equation 3 before the cluster has measured it: agents mostly come back while their KV is in GPU memory.
 START_RESTORED_FRACTION = 0.1
+
+
+def unusable(info: NodeInfo) -> str:
+    """What is wrong with a node's registration; empty when nothing is."""
+    for field in ("page_size", "max_context", "chunk_tokens", "l1_tokens"):
+        if getattr(info, field) < 1:
+            return f"{field} is {getattr(info, field)}"
+    try:
+        parts = urlsplit(info.url)
+        fine = (
+            parts.scheme == "http" and bool(parts.hostname) and (parts.port or 80) > 0 and info.url.isascii()
+        )
+    except ValueError:
+        fine = False
+    return "" if fine and " " not in info.url else f"its address {info.url!r} is none"
 
 
 class NodeDown(Exception):
@@ -83,6 +102,7 @@ class Node(msgspec.Struct):
     profile: Profile
     breaker: Breaker
     state: NodeState | None = None
+    missing_since: float | None = None  # wall time since which the registry does not list it
     heard_t: float = 0.0  # wall time of its last state or answered probe
     model: PrefillModel | None = None  # fitted by the planner; the profile's until then
     restored_fraction: float = START_RESTORED_FRACTION  # f, as last measured
@@ -126,13 +146,21 @@ class Cluster:
                 new.append(info)
             else:
                 node.info = info
-        gone = [name for name in self.nodes if name not in infos]
+                node.missing_since = None
+        gone = [name for name in self.nodes if name not in infos and self._is_gone(self.nodes[name])]
         for name in gone:
             self._wake(self.nodes.pop(name))
             self.follower.lost(name)
         if new or gone:
             self.notify()
         return new, gone
+
+    def _is_gone(self, node: Node) -> bool:
+        """Whether a node that the registry does not list is no more: Redis may have forgotten one that is well."""
+        if node.missing_since is None:
+            node.missing_since = self.wall()
+            self.notify()
+        return node.breaker.fitness is not Fitness.UP or self.wall() - node.missing_since > MISSING_S
 
     def reported(self, state: NodeState) -> None:
         node = self.nodes.get(state.node)
@@ -189,7 +217,7 @@ class Cluster:
     def fetched(self, name: str, tokens: int, seconds: float) -> None:
         """A fetch was seen on that node."""
         node = self.nodes.get(name)
-        if node is not None and tokens >= node.profile.fetch.min_tokens:
+        if node is not None and tokens >= node.profile.fetch.min_tokens and 0 <= seconds < MOST_FETCH_S:
             self._times(node).observed(tokens, seconds)
 
     def fetch_model(self, node: Node) -> FetchModel:
@@ -242,7 +270,9 @@ class Cluster:
         return [
             node
             for node in self.nodes.values()
-            if (not node.breaker.usable(now) or now - node.heard_t > seconds)
+            if (
+                not node.breaker.usable(now) or now - node.heard_t > seconds or node.missing_since is not None
+            )
             and node.breaker.fitness is not Fitness.DOWN
         ]
 
@@ -275,9 +305,11 @@ class Cluster:
         """Nodes that can be reached as far as is known."""
         now = self.wall()
         left_out = set(without)
-        return [
+        found = [
             node for name, node in self.nodes.items() if name not in left_out and node.breaker.usable(now)
         ]
+        # Those that the registry has lost sight of only while there are no others: they may be about to end.
+        return [node for node in found if node.missing_since is None] or found
 
     def prefill_nodes(self, model: str, without: Iterable[str] = ()) -> list[PrefillNode]:
         return [

@@ -25,6 +25,7 @@ import msgspec
 from services.router.answer import error_answer
 from services.router.calls import Api
 from services.router.cluster import NodeDown
+from services.router.proxy import passes_on
 from services.router.upstream_http import Answer, UpstreamError
 from shared.openai import ApiError
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 INNER = "x-ei-inner"  # the secret; only requests with it are served by the application
 TENANT, ADMIN = "x-ei-tenant", "x-ei-admin"  # what the key says, for the application
 PASS_S = 120.0
+MOST_MODEL_BYTES = 2**20  # of a body that is looked into for its model
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _HOP = {
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"upgrade",
     b"transfer-encoding", b"content-length", b"expect", b"authorization", b"x-api-key", b"host",
@@ -79,6 +82,10 @@ class Front:
 
     async def _route(self, exchange: Exchange) -> None:
         path = exchange.path
+        if exchange.method not in _METHODS:
+            raise ApiError(405, f"{exchange.method} is no method here.", code="method_not_allowed")
+        if any(part in (".", "..") for part in path.split("/")):
+            raise ApiError(404, f"There is no {path} here.", code="unknown_url")
         if path in _HEALTH:
             await self._inner(exchange, None)
             return
@@ -120,7 +127,7 @@ class Front:
     async def _to_a_node(self, exchange: Exchange) -> None:
         """Pass a request that needs no two phases to the least busy node that decodes."""
         model = ""
-        if exchange.body:
+        if 0 < len(exchange.body) < MOST_MODEL_BYTES:
             try:
                 model = _model.decode(exchange.body).model
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -128,10 +135,13 @@ class Front:
         nodes = [node for node in self._s.cluster.live() if self._s.cluster.phases(node)[1]]
         nodes = [node for node in nodes if node.info.model == model] or nodes
         nodes.sort(key=lambda node: (len(node.decodes), node.info.node))
-        for node in nodes[:3]:
+        for left, node in reversed(list(enumerate(reversed(nodes[:3])))):
             try:
                 with node.calling():
                     answer = await self._ask(node.info.url, exchange, [])
+                    if answer.status in (502, 503) and left:
+                        answer.close()  # another one may
+                        continue
                     await relay(exchange, answer)
                     return
             except (UpstreamError, NodeDown) as error:
@@ -149,7 +159,7 @@ class Front:
         )
 
     async def _ask(self, url: str, exchange: Exchange, headers: Headers) -> Answer:
-        passed = [pair for pair in exchange.raw_headers if pair[0].lower() not in _HOP]
+        passed = [pair for pair in exchange.raw_headers if passes_on(pair[0].lower())]
         return await self._s.upstream.request(
             url, exchange.method, exchange.target, passed + headers, exchange.body,
             connect_timeout_s=3.0, head_timeout_s=PASS_S,

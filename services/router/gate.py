@@ -13,19 +13,18 @@ class Gate:
         self.admission = Admission(max_in_flight, max_waiting)
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
 
-    async def enter(self, key: KeyEntry) -> Ticket:
-        """Wait for a place in flight. Raises ApiError 429 at once when a limit is reached or the line is full."""
+    def enter(self, key: KeyEntry) -> Ticket:
+        """A place in flight, or in line. Raises ApiError 429 when a limit is reached or the line is full."""
         ticket = self.admission.admit(key, time.monotonic())
         if ticket.waiting:
-            turn = self._waiting[ticket] = asyncio.get_running_loop().create_future()
-            try:
-                await turn
-            except asyncio.CancelledError:
-                self.leave(ticket, 0)
-                raise
-            finally:
-                del self._waiting[ticket]
+            self._waiting[ticket] = asyncio.get_running_loop().create_future()
         return ticket
+
+    async def turn(self, ticket: Ticket) -> None:
+        """Wait for the place in flight. Whoever gives up has to `leave`."""
+        waiting = self._waiting.get(ticket)
+        if waiting is not None:
+            await waiting
 
     def charge(self, ticket: Ticket, tokens: int) -> None:
         """Raises ApiError 429 when the key has used up its tokens."""
@@ -33,7 +32,8 @@ class Gate:
 
     def leave(self, ticket: Ticket, output_tokens: int) -> None:
         """The request is over; a second call does nothing."""
+        self._waiting.pop(ticket, None)
         for started in ticket.done(output_tokens, time.monotonic()):
-            turn = self._waiting.get(started)
+            turn = self._waiting.pop(started, None)
             if turn is not None and not turn.done():
                 turn.set_result(None)

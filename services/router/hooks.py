@@ -19,6 +19,8 @@ import msgspec
 from services.router.claims import claude_branch, foreign_id
 from shared.openai import ApiError
 
+MOST_HOOK_BYTES = 2**20
+
 
 class HookAction(msgspec.Struct, frozen=True):
     """What to do. `ends` end; with `ends_session`, so does every branch of `session`; `compacts` is rewritten."""
@@ -32,6 +34,8 @@ class HookAction(msgspec.Struct, frozen=True):
 
 def read_hook(body: bytes) -> HookAction:
     """Raises ApiError 400 for a body that is no JSON object, or has no `session_id` that can be one."""
+    if len(body) > MOST_HOOK_BYTES:
+        raise ApiError(413, f"A hook has at most {MOST_HOOK_BYTES} bytes.", code="body_too_large")
     try:
         said = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

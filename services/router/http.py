@@ -111,6 +111,7 @@ class Exchange:
             _, _, after = target.partition(b"://")
             slash = after.find(b"/")
             target = after[slash:] if slash >= 0 else b"/"
+            self.target = target
         path, _, query = target.partition(b"?")
         self.path = safe_path(path)
         self.query = query.decode("latin-1")

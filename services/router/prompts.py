@@ -17,10 +17,10 @@ from services.router.flight import Flight
 from services.router.http import Exchange
 from services.router.tokens import Known, TokenCache, head_keys
 from services.router.upstream import relayed
-from services.router.upstream_http import Upstream, UpstreamError
+from services.router.upstream_http import BadAnswer, Upstream, UpstreamError
 from shared.log import get_logger
 from shared.messages import NodeInfo
-from shared.openai import ApiError
+from shared.openai import ApiError, TokenArray, check_length
 
 CONNECT_S = 3.0
 TOKENIZE_S = 30.0
@@ -41,7 +41,7 @@ class Prompts:
         it appended to the last prompt of the conversation."""
         space = flight.tenant.encode() + b"\0" + info.model.encode() + b"\0"
         keys = [space + name for name in self._conversation(exchange, call)]
-        tokens = ids_given(call, api)
+        tokens = ids_given(call, api, info.max_context)
         if tokens is None:
             known = self.cache.known(keys)
             headers: Headers = [
@@ -52,15 +52,8 @@ class Prompts:
             if known is not None:
                 headers.append((b"X-EI-Known-Tokens", str(known.tokens.size).encode()))
                 headers.append((b"X-EI-Known-Digest", known.digest.hex().encode()))
-            status, answer_headers, data = await self._ask_any(
-                info.model, "/v1/tokenize", headers, exchange.body
-            )
-            if status != 200:
-                raise relayed(status, data)
-            tokens = np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
-            begin = answer_headers.get("x-ei-from", "0")
-            if known is not None and begin == str(known.tokens.size):
-                tokens = np.concatenate([known.tokens, tokens])
+            tokens = await self._tokenized(info.model, headers, exchange.body, known)
+        check_length(tokens.size, info.max_context)  # before it costs anything more
         return self.cache.prompt(keys, tokens, info.page_size, flight.salt)
 
     @staticmethod
@@ -72,12 +65,10 @@ class Prompts:
         prompt = bytes(call.messages) or bytes(call.input) or bytes(call.prompt) or bytes(call.input_ids)
         return head_keys(prompt or bytes(call.text))
 
-    async def _ask_any(
-        self, model: str, target: str, headers: Headers, body: bytes
-    ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of a POST to the least busy worker of the model that answers.
+    async def _tokenized(self, model: str, headers: Headers, body: bytes, known: Known | None) -> TokenArray:
+        """The prompt's ids, from the least busy worker of the model that can tell.
 
-        Raises ApiError 503 when three of them do not.
+        Raises ApiError: the worker's own for a prompt that is wrong, 503 when three of them cannot tell.
         """
         nodes = [node for node in self._cluster.live() if node.info.model == model]
         nodes.sort(key=lambda node: len(node.prefills) + len(node.decodes))
@@ -87,18 +78,39 @@ class Prompts:
             try:
                 with node.calling():
                     answer = await self._upstream.request(
-                        node.info.url, "POST", target.encode(), headers, body,
+                        node.info.url, "POST", b"/v1/tokenize", headers, body,
                         connect_timeout_s=CONNECT_S, head_timeout_s=TOKENIZE_S,
                     )  # fmt: skip
-                    return answer.status, answer.headers, await answer.read(MOST_BYTES)
-            except (UpstreamError, NodeDown) as error:
-                if not isinstance(error, NodeDown):
-                    self._cluster.failed(node.info.node)
-                log.warning("ask_failed", node=node.info.node, path=target, error=error)
+                    with answer:
+                        data = await answer.read(MOST_BYTES)
+                        if answer.status == 200:
+                            return _ids(data, answer.headers.get("x-ei-from", "0"), known)
+                        if 400 <= answer.status < 500 and answer.status != 429:
+                            raise relayed(answer.status, data)
+                        log.info("cannot_tokenize", node=node.info.node, status=answer.status)
+            except UpstreamError as error:
+                self._cluster.failed(node.info.node)
+                log.warning("tokenize_failed", node=node.info.node, error=error)
+            except NodeDown:
+                pass
         raise ApiError(
             503,
-            f"No worker can serve {target} right now.",
+            "No worker can read the prompt right now.",
             type="server_error",
             code="no_worker",
             retry_after_s=1,
         )
+
+
+def _ids(data: bytes, begin: str, known: Known | None) -> TokenArray:
+    """Raises BadAnswer for what are no ids."""
+    if len(data) % 4:
+        raise BadAnswer("token ids of 4 bytes have another length")
+    tokens = np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
+    if tokens.size and int(tokens.min()) < 0:
+        raise BadAnswer("a token id is below 0")
+    if begin == "0":
+        return tokens
+    if known is None or begin != str(known.tokens.size):
+        raise BadAnswer(f"ids from {begin!r} on were not asked for")
+    return np.concatenate([known.tokens, tokens])

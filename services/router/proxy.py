@@ -13,6 +13,7 @@ Rules that hold here
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from typing import TYPE_CHECKING
 
@@ -29,9 +30,9 @@ from services.router.placement import Prefill
 from services.router.placing import Placer
 from services.router.tenants import own_name, qualified
 from services.router.upstream import Moved, relayed, usage_in
-from services.router.upstream_http import UpstreamError
+from services.router.upstream_http import BadAnswer, UpstreamError
 from shared.messages import BranchPlaced, FetchPlan, NodeInfo, Outcome, Phase, PrefillCall, PrefillEvent
-from shared.openai import ApiError, check_length, unknown_model
+from shared.openai import ApiError, unknown_model
 
 if TYPE_CHECKING:
     from services.router.access import KeyEntry, Ticket
@@ -42,13 +43,14 @@ if TYPE_CHECKING:
 
 DEFAULT_OUTPUT_TOKENS = 512  # room to look for when the client sets no limit
 CONNECT_S = 3.0
-MOST_ERROR_BYTES = 2**20
+MOST_ERROR_BYTES, MOST_LINE_BYTES = 2**20, 2**16
 # Between router and worker only, or about one connection only: a client's own are dropped. The key stays here.
 _DROPPED = {
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding",
-    b"upgrade", b"host", b"content-length", b"expect", b"authorization", b"x-api-key", b"x-ei-request-id", b"x-ei-kv-source",
-    b"x-ei-cached-tokens", b"x-ei-branch", b"x-ei-salt", b"x-ei-explain", b"x-ei-timeout", b"content-encoding",
+    b"upgrade", b"host", b"content-length", b"expect", b"authorization", b"x-api-key", b"api-key", b"cookie",
+    b"content-encoding",
 }  # fmt: skip
+_OURS = (b"x-ei-", b"x_ei_")
 _NOT_PASSED_BACK = {
     b"connection",
     b"keep-alive",
@@ -57,6 +59,9 @@ _NOT_PASSED_BACK = {
     b"upgrade",
     b"trailer",
     b"server",
+    b"x-request-id",
+    b"x-ei-branch",
+    b"x-ei-explain",
 }
 _MSGPACK: Headers = [(b"Content-Type", b"application/msgpack")]
 _events = msgspec.json.Decoder(PrefillEvent)
@@ -95,12 +100,14 @@ class Proxy:
     async def handle(self, exchange: Exchange, api: Api, key: KeyEntry) -> None:
         """Serve a request to the end of its answer. Raises ApiError while nothing was answered."""
         t_arrive = self._clock.now()
-        encoding = exchange.headers.get("content-encoding")
-        if encoding is not None:
-            exchange.body = plain_body(exchange.body, encoding, self._settings.max_body_bytes)
-        ticket = await self._s.gate.enter(key)
+        ticket = self._s.gate.enter(key)
         flight: Flight | None = None
         try:
+            encoding = exchange.headers.get("content-encoding")
+            if encoding is not None:
+                exchange.body = await asyncio.to_thread(
+                    plain_body, exchange.body, encoding, self._settings.max_body_bytes
+                )
             call = read_call(exchange.body, api)
             info = self._model(call.model)
             self._made += 1
@@ -207,10 +214,10 @@ class Proxy:
         flight: Flight,
         answering: Answering,
     ) -> None:
+        await self._s.gate.turn(ticket)
         flight.tenant = key.tenant or ""
         flight.salt = self._s.keys.salt(key.tenant)
         prompt = await self._prompts.read(exchange, api, call, info, flight)
-        check_length(prompt.tokens.size, info.max_context)
         limit = call.output_limit
         if limit is not None and prompt.tokens.size + limit > info.max_context:
             raise ApiError(
@@ -314,19 +321,33 @@ class Proxy:
         try:
             if answer.status != 200:
                 error = relayed(answer.status, await answer.read(MOST_ERROR_BYTES))
-                if answer.status < 500 and answer.status != 429:
+                if 400 <= answer.status < 500 and answer.status != 429:
                     raise error
                 raise Moved(error.message)
             rest = b""
             while data := await answer.chunk():
                 *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    if await self._heard(_events.decode(line), info, model, flight, needed):
-                        await answer.read(MOST_ERROR_BYTES)  # its end: the connection can be used again
+                if len(rest) > MOST_LINE_BYTES:
+                    raise BadAnswer(f"{info.node} sent a line without an end")
+                for line in filter(None, lines):
+                    try:
+                        event = _events.decode(line)
+                    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                        raise BadAnswer(f"{info.node} sent what is no event: {error}") from None
+                    if await self._heard(event, info, model, flight, needed):
+                        await self._read_out(answer)
                         return
         finally:
             answer.close()
         raise Moved("the node closed the connection before the prefill was done")
+
+    @staticmethod
+    async def _read_out(answer: Answer) -> None:
+        """Take an answer's end, so that its connection can be used again, if it comes at once."""
+        if not answer.complete:
+            answer.read_idle_s = 0.2
+            with contextlib.suppress(UpstreamError):
+                await answer.read(MOST_LINE_BYTES)
 
     async def _heard(
         self, event: PrefillEvent, info: NodeInfo, model: str, flight: Flight, needed: int
@@ -357,7 +378,7 @@ class Proxy:
         node = self._cluster.nodes.get(flight.decode_node)
         if node is None:
             raise Moved("the node left")
-        headers = [pair for pair in exchange.raw_headers if pair[0].lower() not in _DROPPED]
+        headers = [pair for pair in exchange.raw_headers if passes_on(pair[0].lower())]
         headers += [
             (b"X-EI-Request-Id", flight.rid.encode()),
             (b"X-EI-Branch", flight.branch.encode()),
@@ -427,6 +448,11 @@ class Proxy:
             flight.error = f"the engine answered {answer.status}"
         refused = 400 <= answer.status < 500
         flight.outcome = Outcome.REJECTED if refused else Outcome.FAILED if flight.error else Outcome.OK
+
+
+def passes_on(name: bytes) -> bool:
+    """Whether a client's header (in lower case) goes to a node."""
+    return name not in _DROPPED and not name.startswith(_OURS)
 
 
 def _deadline_passed() -> ApiError:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from services.router.access import KeyFile, Keys, check_listen
 from services.router.branches import Branches, BranchView
-from services.router.cluster import Cluster, Node
+from services.router.cluster import Cluster, Node, unusable
 from services.router.flight import Flight
 from services.router.front import ADMIN, INNER, TENANT, Front
 from services.router.gate import Gate
@@ -70,6 +70,7 @@ class RouterService(Service):
         self.front = Front(self, self._secret)
         self._resyncing: set[str] = set()
         self._admin_port = 0
+        self._refused_nodes: set[str] = set()  # whose registration cannot be used
 
     @property
     def keys(self) -> Keys:
@@ -183,6 +184,13 @@ class RouterService(Service):
 
     async def _refresh_registry(self) -> None:
         infos = await self.bus.nodes()
+        for name, info in list(infos.items()):
+            wrong = unusable(info)
+            if wrong:
+                del infos[name]
+                if name not in self._refused_nodes:
+                    self._refused_nodes.add(name)
+                    self.log.error("node_refused", node=name, why=wrong)
         for name in infos.keys() - self.cluster.nodes.keys():
             # before the snapshot is taken, so that no event falls between the two
             await self._reader.follow(KV_STREAM + name, "state:" + name)

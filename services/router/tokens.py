@@ -126,7 +126,7 @@ class TokenCache:
         self._count(known, 1)
         while len(entries) > PER_KEY:
             self._count(entries.pop(0), -1)
-        while self._cost > self._limit and len(self) > 1:
+        while self._cost > self._limit and (len(self._entries) > 1 or len(entries) > 1):
             oldest, old = next(iter(self._entries.items()))
             self._drop(oldest, old[0])
 

@@ -592,7 +592,10 @@ class Upstream:
         Host and the framing headers are set here, a caller's are dropped. Raises UpstreamError, and ValueError for
         what cannot be sent.
         """
-        origin = self._origins.get(url_base) or self._origin(url_base)
+        try:
+            origin = self._origins.get(url_base) or self._origin(url_base)
+        except ValueError as error:
+            raise ConnectError(str(error)) from None
         head = _request_head(origin, method, target, headers, body)
         head_request = method == "HEAD"
         idle = origin.idle
