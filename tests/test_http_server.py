@@ -585,6 +585,34 @@ async def test_slow_requests_are_cut() -> None:
         assert status_of(await talk(port, *pieces, pause_s=0.03)) == 200
 
 
+async def test_a_body_that_trickles_for_ever_is_cut() -> None:
+    async with serving(echo, FAST) as (server, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(get("/", "Content-Length: 1000", method="POST") + b"x")
+        await eventually(lambda: [c for c in server.connections if c._body_until < 1e300], 2)
+        (connection,) = server.connections
+        assert connection._body_until - server.now() > 59
+        connection._body_until = server.now()
+        writer.write(b"x")
+        assert status_of(await reader.read()) == 408
+        writer.close()
+        await eventually(lambda: not server.connections, 2)
+        assert server.body_bytes == 0
+
+
+async def test_bodies_that_arrive_have_a_limit_together() -> None:
+    async with serving(echo, HttpLimits(tick_s=0.02, max_body=1000, max_bodies=1500)) as (server, port):
+        held = await asyncio.open_connection("127.0.0.1", port)
+        held[1].write(get("/", "Content-Length: 1000", method="POST") + b"x")
+        await eventually(lambda: server.body_bytes == 1000, 2)
+        answer = await talk(port, get("/", "Content-Length: 900", method="POST") + b"x")
+        assert status_of(answer) == 503 and server.body_bytes == 1000
+        held[1].write(b"x" * 999)
+        await held[0].readuntil(b"\r\n\r\n")
+        assert server.body_bytes == 0
+        held[1].close()
+
+
 async def test_connections_beyond_the_cap_are_told() -> None:
     async with serving(echo, HttpLimits(tick_s=0.02, max_connections=2)) as (server, port):
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]

@@ -57,6 +57,7 @@ class HttpLimits(msgspec.Struct, frozen=True):
     """Bounds of a server; times are wall seconds."""
 
     max_body: int = 64 * 2**20
+    max_bodies: int = 2**30  # of bodies that are still arriving, all together
     max_head: int = 32768
     max_headers: int = 128
     max_connections: int = 16384
@@ -64,6 +65,7 @@ class HttpLimits(msgspec.Struct, frozen=True):
     write_buffer: int = 65536  # above it a client counts as slow (`Exchange.blocked`)
     head_timeout_s: float = 30.0  # from a head's first byte, or a new connection, to its end
     body_idle_s: float = 30.0
+    body_bytes_s: float = 65536.0  # at which a whole body must arrive, after a minute
     idle_timeout_s: float = 75.0  # between requests
     write_timeout_s: float = 60.0  # in which a slow client must have taken something
     linger_s: float = 2.0  # after a refusal, so that it is read before the connection's end
@@ -316,8 +318,9 @@ Handler = Callable[[Exchange], Coroutine[object, object, None]]
 
 class _Connection(asyncio.Protocol):
     __slots__ = (
-        "_dechunk", "_exchange", "_gathered", "_head", "_held", "_left", "_parts", "_read_paused", "_seen", "_state",
-        "_task", "_unsent", "deadline", "peer", "server", "transport", "write_deadline", "write_paused",
+        "_body_until", "_dechunk", "_exchange", "_gathered", "_head", "_held", "_left", "_parts", "_read_paused",
+        "_reserved", "_seen", "_state", "_task", "_unsent", "deadline", "peer", "server", "transport",
+        "write_deadline", "write_paused",
     )  # fmt: skip
     transport: asyncio.Transport
 
@@ -333,6 +336,8 @@ class _Connection(asyncio.Protocol):
         self._parts: list[bytes | bytearray] = []
         self._gathered = bytearray()
         self._left = 0  # of a body with a length; of a chunked one, of what it may still have
+        self._reserved = 0  # bytes of the server's room for bodies
+        self._body_until = _NEVER
         self._dechunk: Dechunk | None = None
         self._exchange: Exchange | None = None
         self._task: asyncio.Task[None] | None = None
@@ -386,6 +391,8 @@ class _Connection(asyncio.Protocol):
         self._state = _CLOSED
         self.deadline = self.write_deadline = _NEVER
         self._held.clear()
+        self._parts.clear()
+        self._release()
         self._lose()
         self.server.forget(self)
 
@@ -454,8 +461,16 @@ class _Connection(asyncio.Protocol):
             if have > length:
                 self._dispatch(head, rest[:length], rest[length:])
                 return
+        # What has no length is taken to be of middling size.
+        self._reserved = length if length is not None else limits.max_body // 8
+        if self.server.body_bytes + self._reserved > limits.max_bodies:
+            self._reserved = 0
+            raise BadRequest(503, "Too many request bodies are arriving at once; try again soon.")
+        self.server.body_bytes += self._reserved
         self._head = head
-        self.deadline = self.server.now() + limits.body_idle_s
+        now = self.server.now()
+        self._body_until = now + 60.0 + self._reserved / limits.body_bytes_s
+        self.deadline = now + limits.body_idle_s
         if head.expects and not rest:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if length is not None:
@@ -477,7 +492,12 @@ class _Connection(asyncio.Protocol):
                 self._gathered = bytearray()
             self._parts.append(data)
 
+    def _release(self) -> None:
+        self.server.body_bytes -= self._reserved
+        self._reserved = 0
+
     def _end_body(self, rest: bytes) -> None:
+        self._release()
         if self._gathered:
             self._parts.append(self._gathered)
             self._gathered = bytearray()
@@ -494,7 +514,7 @@ class _Connection(asyncio.Protocol):
         if have < left:
             self._left = left - have
             self._keep(data)
-            self.deadline = self.server.now() + self.server.limits.body_idle_s
+            self.deadline = min(self.server.now() + self.server.limits.body_idle_s, self._body_until)
             return
         rest = b""
         if have > left:
@@ -520,7 +540,7 @@ class _Connection(asyncio.Protocol):
         if dechunk.done:
             self._end_body(dechunk.rest)
         else:
-            self.deadline = self.server.now() + self.server.limits.body_idle_s
+            self.deadline = min(self.server.now() + self.server.limits.body_idle_s, self._body_until)
 
     # -- a request
 
@@ -680,6 +700,7 @@ class HttpServer:
         self.limits = limits or HttpLimits()
         self.connections: set[_Connection] = set()
         self.closing = False
+        self.body_bytes = 0  # that connections have room for while they arrive
         self._tasks: set[asyncio.Task[None]] = set()
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
