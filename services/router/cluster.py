@@ -156,11 +156,13 @@ class Cluster:
         return new, gone
 
     def _is_gone(self, node: Node) -> bool:
-        """Whether a node that the registry does not list is no more: Redis may have forgotten one that is well."""
+        """Whether a node that the registry does not list is no more: Redis may have forgotten one that is well, but one
+        that also fails a call or a probe is none."""
         if node.missing_since is None:
             node.missing_since = self.wall()
             self.notify()
-        return node.breaker.fitness is not Fitness.UP or self.wall() - node.missing_since > MISSING_S
+        now = self.wall()
+        return not node.breaker.usable(now) or now - node.missing_since > MISSING_S
 
     def reported(self, state: NodeState) -> None:
         node = self.nodes.get(state.node)
