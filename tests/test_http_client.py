@@ -289,7 +289,7 @@ async def test_no_connection() -> None:
             for sock in holding:
                 sock.close()
         for url in ("https://x", "http://", "x", "http://h?q"):
-            with pytest.raises(ValueError):
+            with pytest.raises(ConnectError):
                 await call(upstream, url)
 
 

@@ -589,8 +589,8 @@ class Upstream:
     ) -> Answer:
         """Send a request; return once its answer's head is there.
 
-        Host and the framing headers are set here, a caller's are dropped. Raises UpstreamError, and ValueError for
-        what cannot be sent.
+        Host and the framing headers are set here, a caller's are dropped. Raises UpstreamError, also for an
+        address that is none, and ValueError for what cannot be sent.
         """
         try:
             origin = self._origins.get(url_base) or self._origin(url_base)
