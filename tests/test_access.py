@@ -694,7 +694,7 @@ class Leaks(RuleBasedStateMachine):
                 assert self.gate.in_flight >= max(1, 6 * SHARE[ticket.priority] // 100)
 
 
-Leaks.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Leaks.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 test_no_slot_leaks = Leaks.TestCase
 
 

@@ -251,7 +251,7 @@ async def storm(seed: int, places: int, waiting: int, requests: int) -> None:
     assert all(gate.admission.used_by(f"k{n}") == 0 for n in range(3))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(0, 12), st.integers(1, 40))
 def test_no_place_is_lost_whatever_happens(seed, places, waiting, requests):
     asyncio.run(storm(seed, places, waiting, requests))

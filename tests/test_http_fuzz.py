@@ -18,7 +18,7 @@ from services.router.http_messages import BadFraming, Dechunk
 from services.router.upstream_http import Answer, Upstream, UpstreamError, UpstreamLimits
 from tests.test_http_server import echo, nothing_left, serving, talk
 
-FUZZ = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SERVER = HttpLimits(
     tick_s=0.02, linger_s=0.2, head_timeout_s=0.3, body_idle_s=0.3, idle_timeout_s=0.3, max_body=5000
 )
@@ -143,7 +143,7 @@ def test_garbage_is_answered_or_cut_but_never_raises(data: bytes, at: list[int],
 
 
 @given(bodies.flatmap(lambda body: st.tuples(st.just(body), chunked(body))), st.binary(max_size=20), cuts)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_dechunk_does_not_depend_on_fragments(both: tuple[bytes, bytes], after: bytes, at: list[int]) -> None:
     body, framed = both
     for pieces in (cut(framed + after, at), every(framed + after, 1), every(framed + after, 5)):
@@ -161,7 +161,7 @@ def test_dechunk_does_not_depend_on_fragments(both: tuple[bytes, bytes], after: 
     .map(b"".join),
     cuts,
 )  # fmt: skip
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_dechunk_judges_garbage_the_same_in_any_fragments(data: bytes, at: list[int]) -> None:
     def judge(pieces: list[bytes]) -> tuple[bytes, bool] | str:
         dechunk, found = Dechunk(), b""

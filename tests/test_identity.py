@@ -812,7 +812,7 @@ class Agents(RuleBasedStateMachine):
 
 
 TestAgents = Agents.TestCase
-TestAgents.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAgents.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -189,7 +189,7 @@ steps = st.one_of(
     result=texts,
     cuts=st.lists(st.integers(0, 10_000), max_size=6),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_each_step_extends_the_last_one_and_its_answer(
     kind: Kind, script: list[dict[str, Any]], system: str, said: str, result: str, cuts: list[int]
 ) -> None:
@@ -221,7 +221,7 @@ def test_each_step_extends_the_last_one_and_its_answer(
 @given(
     script=st.lists(steps, min_size=1, max_size=3), system=st.sampled_from(["", "Be brief."]), result=texts
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_the_same_conversation_has_the_same_ids_in_each_api(
     script: list[dict[str, Any]], system: str, result: str
 ) -> None:
@@ -243,7 +243,7 @@ def test_the_same_conversation_has_the_same_ids_in_each_api(
     limit=st.integers(1, 80),
     cuts=st.lists(st.integers(0, 10_000), max_size=6),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_limit_cuts_an_answer_anywhere(kind: Kind, texts: list[str], limit: int, cuts: list[int]) -> None:
     step = {"reason": texts[0], "say": texts[1], "tool": {"name": "réad", "arguments": {"ä": texts[0]}}}

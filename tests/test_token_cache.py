@@ -60,7 +60,7 @@ STEP = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(STEP, max_size=40))
 def test_random_conversations(steps):
     cache = TokenCache(LIMIT)
