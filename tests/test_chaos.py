@@ -57,6 +57,7 @@ async def all_is_well(name: str, folder: Path, seconds: float, every_s: float) -
             return table
 
 
+@pytest.mark.chaos
 async def test_agents_work_through_a_minute_of_chaos(cluster_name: str, tmp_path: Path) -> None:
     await all_is_well(cluster_name, tmp_path, 60.0, 3.0)
 

@@ -930,7 +930,7 @@ async def test_a_client_that_leaves_its_stream_frees_the_nodes(
         with contextlib.suppress(asyncio.CancelledError):
             await reading
         await stream.close()
-    await rests_within(up, 1.0)
+    await rests_within(up, 5.0)
     # The branch lives on: its next request finds what was computed of the prompt.
     view = await asyncio.to_thread(ask_json, f"{up.url}/v1/branches/{branch}")
     assert view["requests"] == 1
@@ -946,13 +946,13 @@ async def test_a_client_that_gives_up_on_a_whole_answer_frees_the_nodes(
     client = aclaude if api.maker is anthropic else aoai
     with pytest.raises(api.maker.APITimeoutError):
         await api.ask(client.with_options(timeout=0.5), max_tokens=LIMIT, extra_body=LONG)
-    await rests_within(up, 1.0)
+    await rests_within(up, 5.0)
     asking = asyncio.create_task(api.ask(client, max_tokens=LIMIT, extra_body=LONG))
     await asyncio.sleep(0.3)
     asking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asking
-    await rests_within(up, 1.0)
+    await rests_within(up, 5.0)
 
 
 # ---------------------------------------------------------------------- many at once
