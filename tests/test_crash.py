@@ -104,6 +104,7 @@ async def test_sixteen_crashes_lose_no_count(cluster_name: str, tmp_path: Path) 
     await with_one_redis(cluster_name, tmp_path, 16)
 
 
+@pytest.mark.long
 async def test_four_failovers_lose_no_count(cluster_name: str, tmp_path: Path) -> None:
     await with_sentinels(cluster_name, tmp_path, 4)
 

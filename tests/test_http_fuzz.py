@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import AsyncIterator, Coroutine
 
+import pytest
 import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from services.router.http_messages import BadFraming, Dechunk
 from services.router.upstream_http import Answer, Upstream, UpstreamError, UpstreamLimits
 from tests.test_http_server import echo, nothing_left, serving, talk
 
-FUZZ = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SERVER = HttpLimits(
     tick_s=0.02, linger_s=0.2, head_timeout_s=0.3, body_idle_s=0.3, idle_timeout_s=0.3, max_body=5000
 )
@@ -90,6 +91,7 @@ def every(data: bytes, size: int) -> list[bytes]:
 LAST = b"GET /last HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
 
 
+@pytest.mark.long
 @FUZZ
 @given(st.lists(requests(), max_size=5), cuts, st.booleans(), st.sampled_from([0, 0, 0, 1, 5]))
 def test_requests_do_not_depend_on_their_fragments(
@@ -124,6 +126,7 @@ def seen(answers: bytes) -> list[tuple[str, str, int]]:
     return found
 
 
+@pytest.mark.long
 @FUZZ
 @given(
     st.lists(st.one_of(st.binary(max_size=60), st.sampled_from([*TRICKY, LAST, b"POST / HTTP/1.1\r\n", b"Host: h\r\n",
@@ -235,6 +238,7 @@ async def ask(upstream: Upstream, url: str) -> Answer:
 POOL = UpstreamLimits(tick_s=0.02, read_idle_s=0.3)
 
 
+@pytest.mark.long
 @FUZZ
 @given(answers(), cuts, st.booleans(), st.sampled_from([0, 0, 0, 1, 5]))
 def test_answers_do_not_depend_on_their_fragments(
@@ -271,6 +275,7 @@ def test_answers_do_not_depend_on_their_fragments(
     run(main(), fast)
 
 
+@pytest.mark.long
 @FUZZ
 @given(
     st.lists(st.one_of(st.binary(max_size=40), st.sampled_from([*TRICKY, b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 100 C\r\n\r\n",

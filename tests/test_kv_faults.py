@@ -200,6 +200,7 @@ async def test_host_memory_full_of_pinned_pages(
         assert (await b.prefill("last", last, a)).fetched_tokens == 150 * PAGE
 
 
+@pytest.mark.long
 async def test_a_thousand_rounds_leave_nothing(
     redis_url: str, cluster_name: str, tmp_path: Path, transport: str
 ) -> None:
