@@ -15,9 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from services.router import access
 from services.router.access import (
     PRIORITIES,
-    SHARE,
-    Admission,
-    Bucket,
     KeyEntry,
     KeyFile,
     Keys,
@@ -27,6 +24,7 @@ from services.router.access import (
     key_digest,
     new_key,
 )
+from services.router.limits import SHARE, Admission, Bucket
 from shared.config import ConfigError
 from shared.openai import ApiError
 from shared.pages import page_hashes

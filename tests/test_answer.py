@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.answer import COMMENT, Answering
-from services.router.http import Exchange, Head
+from services.router.exchange import Exchange
+from services.router.http import Head
 from services.router.upstream import Usage, relayed, usage_in
 from shared.api_errors import error_event
 from shared.openai import PATHS, ApiError

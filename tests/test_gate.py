@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.access import PRIORITIES, KeyEntry, Ticket
+from services.router.access import PRIORITIES, KeyEntry
 from services.router.gate import Gate
+from services.router.limits import Ticket
 from shared.openai import ApiError
 
 

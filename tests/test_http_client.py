@@ -12,17 +12,17 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from services.router.http import Exchange, Handler, HttpLimits, HttpServer
-from services.router.upstream_http import (
+from services.router.exchange import Exchange
+from services.router.http import Handler, HttpLimits, HttpServer
+from services.router.upstream_answer import (
     Answer,
     BadAnswer,
     ConnectError,
-    Upstream,
     UpstreamClosed,
     UpstreamError,
-    UpstreamLimits,
     UpstreamTimeout,
 )
+from services.router.upstream_http import Upstream, UpstreamLimits
 from tests.conftest import eventually
 from tests.test_http_server import FAST, get, nothing_left, serving, talk
 from tests.test_http_server import event_loop_policy as event_loop_policy

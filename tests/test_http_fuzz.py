@@ -14,9 +14,11 @@ import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.router.http import Exchange, HttpLimits
+from services.router.exchange import Exchange
+from services.router.http import HttpLimits
 from services.router.http_messages import BadFraming, Dechunk
-from services.router.upstream_http import Answer, Upstream, UpstreamError, UpstreamLimits
+from services.router.upstream_answer import Answer, UpstreamError
+from services.router.upstream_http import Upstream, UpstreamLimits
 from tests.test_http_server import echo, nothing_left, serving, talk
 
 FUZZ = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

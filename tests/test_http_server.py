@@ -14,7 +14,8 @@ import aiohttp
 import pytest
 import uvloop
 
-from services.router.http import Exchange, Handler, HttpLimits, HttpServer
+from services.router.exchange import Exchange
+from services.router.http import Handler, HttpLimits, HttpServer
 from services.router.http_messages import BadFraming, Dechunk
 from tests.conftest import eventually
 

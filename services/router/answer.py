@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.router.http import Exchange
+from services.router.exchange import Exchange
 from shared.api_errors import error_body, error_event, is_anthropic, new_request_id
 from shared.openai import ApiError
 

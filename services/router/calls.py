@@ -15,7 +15,7 @@ from enum import StrEnum
 import msgspec
 
 from services.router.claims import Hints
-from shared.openai import ApiError, TokenArray, prompt_ids
+from shared.openai import ApiError, TokenArray, prompt_ids, read_json
 
 MOST_CHOICES = 128
 MOST_MEMBERS = 16
@@ -86,17 +86,7 @@ def read_call(body: bytes, api: Api) -> Call:
     """Raises ApiError 400 for JSON that is none, fields of the wrong type, and requests without model or prompt."""
     if not body.strip():
         raise ApiError(400, "The request body is empty; send a JSON object.")
-    try:
-        call = _decoder.decode(body)
-    except msgspec.ValidationError as error:
-        field = str(error).rpartition("`$.")[2].rstrip("`") if "`$." in str(error) else None
-        raise ApiError(400, f"The request body is not valid: {error}", param=field) from None
-    except msgspec.DecodeError as error:
-        raise ApiError(400, f"The request body is not valid JSON: {error}") from None
-    except UnicodeDecodeError:
-        raise ApiError(400, "The request body is not UTF-8.") from None
-    except RecursionError:
-        raise ApiError(400, "The request body is nested too deeply.") from None
+    call = read_json(_decoder, body)
     if not call.model and api is not Api.GENERATE:
         raise ApiError(400, "You must give a model.", param="model", code="missing_model")
     limit = call.output_limit

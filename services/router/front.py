@@ -26,13 +26,13 @@ from services.router.answer import error_answer
 from services.router.calls import Api
 from services.router.cluster import NodeDown
 from services.router.proxy import passes_on
-from services.router.upstream_http import Answer, UpstreamError
+from services.router.upstream_answer import Answer, UpstreamError
 from shared.openai import ApiError
 
 if TYPE_CHECKING:
     from services.router.access import KeyEntry
     from services.router.answer import Headers
-    from services.router.http import Exchange
+    from services.router.exchange import Exchange
     from services.router.service import RouterService
 
 INNER = "x-ei-inner"  # the secret; only requests with it are served by the application

@@ -1,11 +1,12 @@
-"""Who may begin a request now: `access.Admission` with a clock, and with the waiting itself."""
+"""Who may begin a request now: `limits.Admission` with a clock, and with the waiting itself."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from services.router.access import Admission, KeyEntry, Ticket
+from services.router.access import KeyEntry
+from services.router.limits import Admission, Ticket
 
 
 class Gate:

@@ -60,14 +60,13 @@ Rules that hold here
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Mapping
 
 import msgspec
-import numpy as np
 
 from services.router.branches import common_pages
 from services.router.claims import Claim, Hints, RequestKind, claim_of, said_yes
+from services.router.known_branches import NO_PATH, KnownBranch, Marks, Prompt, salted
 from shared.messages import PageArray
 from shared.openai import ApiError, TokenArray
 
@@ -79,16 +78,11 @@ INFERRED = "auto-"  # every router's prefix of inferred ids begins so
 MAX_ID_LENGTH = 256
 EDIT_PAGES = 64
 SHORT_PAGES = 32
-TEMPLATE_TOKENS = 4  # at a prompt's end: a chat template may write them differently in the next prompt
 PROOF_TOKENS = 4  # this many equal tokens after the last full page are no coincidence
 OBSERVED_BUSY_S = 10.0  # another router's request is taken to be in flight, for the same prompt
-MAX_TRIED = 256  # branches looked at that end, or began, with the same page
 
 _POOLS = ("route", "session", "cache", "correlation")  # prefixes of ids that may change with every request
 _SESSIONS = ("claude", "program", "conversation", *_POOLS)  # prefixes of what branches are inferred in
-
-_NO_PATH: PageArray = np.empty(0, dtype=np.int64)
-_NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -111,100 +105,6 @@ def check_branch_id(value: str, where: str) -> str:
     return value
 
 
-# ------------------------------------------------------------------------------- what is known of branches
-
-
-class _Branch(msgspec.Struct, eq=False):
-    """A branch as its last requests left it. Sizes are pages."""
-
-    branch: str
-    session: str
-    exact: bool
-    last_t: float
-    pool: str = ""
-    path: PageArray = _NO_PATH  # of its last request
-    rest: TokenArray | None = None  # its tokens after the last full page, None when unknown
-    page_size: int = 0  # tokens
-    first: int = 0  # size of the first path since the branch was new or rewritten
-    before: int = 0  # size of the path before the last one that made it grow
-    left: tuple[int, int] = (0, 0)  # size and last page of the path that an edit or rewrite left
-    in_flight: int = 0
-    requests: int = 0
-    compacting: int = 0  # steps during which an announced compaction is waited for
-    observed_t: float = -np.inf  # last request at another router
-
-    def ends_at(self, size: int, page: int) -> bool:
-        return self.path.size == size and int(self.path[-1]) == page
-
-    def begins(self, path: PageArray) -> bool:
-        """Whether this branch's whole path begins that one."""
-        size = self.path.size
-        return size == 0 or (path.size >= size and bool(path[size - 1] == self.path[-1]))
-
-
-class _Prompt(msgspec.Struct, frozen=True, eq=False):
-    """A request's prompt: pages and, where given, tokens."""
-
-    path: PageArray
-    tokens: TokenArray | None
-    page_size: int
-
-    @property
-    def rest(self) -> TokenArray | None:
-        return None if self.tokens is None else self.tokens[self.path.size * self.page_size :].copy()
-
-    def equal_rest(self, known: _Branch) -> int:
-        """How many tokens after the branch's last full page are here again; -1 when they are not, 0 when unknown."""
-        if self.tokens is None or known.rest is None or known.page_size != self.page_size:
-            return 0
-        rest = known.rest[: max(0, known.rest.size - TEMPLATE_TOKENS)]
-        at = known.path.size * self.page_size
-        return int(rest.size) if np.array_equal(self.tokens[at : at + rest.size], rest) else -1
-
-
-class _Marks:
-    """Pages that mark branches, found in a whole path at once: a filter by the page's low bits, then a dict."""
-
-    def __init__(self, limit: int) -> None:
-        bits = max(8, (64 * limit - 1).bit_length())
-        self._filter = np.zeros(1 << bits, dtype=np.uint8)  # marks by low bits; 255 and more stays
-        self._mask = (1 << bits) - 1
-        self._by_key: dict[int, dict[str, _Branch]] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_key)
-
-    def add(self, key: int, branch: _Branch) -> None:
-        marked = self._by_key.get(key)
-        if marked is None:
-            marked = self._by_key[key] = {}
-            if self._filter[key & self._mask] < 255:
-                self._filter[key & self._mask] += 1
-        marked.pop(branch.branch, None)
-        marked[branch.branch] = branch  # the latest is last
-
-    def remove(self, key: int, branch: _Branch) -> None:
-        marked = self._by_key.get(key)
-        if marked is None or marked.pop(branch.branch, None) is None or marked:
-            return
-        del self._by_key[key]
-        if self._filter[key & self._mask] < 255:
-            self._filter[key & self._mask] -= 1
-
-    def find(self, path: PageArray, salt: int) -> Iterator[tuple[int, list[_Branch]]]:
-        """Size of the path up to each mark and the branches there, latest first; from the path's end."""
-        keys = path ^ np.int64(salt)
-        for at in np.flatnonzero(self._filter[keys & self._mask])[::-1].tolist():
-            marked = self._by_key.get(int(keys[at]))
-            if marked is not None:
-                yield at + 1, list(islice(reversed(marked.values()), MAX_TRIED))
-
-
-def _salt(space: str) -> int:
-    """Keeps the marks of two sessions apart."""
-    return hash(space) if space else 0
-
-
 class Identifier:
     """Names the branch of each request."""
 
@@ -221,12 +121,12 @@ class Identifier:
         self._max_pages, self._short_pages = max_pages, short_pages
         self._made = 0
         self._pages = 0  # of all known paths
-        self._known: OrderedDict[str, _Branch] = OrderedDict()  # least recently used first
-        self._sessions: dict[str, dict[str, _Branch]] = {}
-        self._ends = _Marks(
+        self._known: OrderedDict[str, KnownBranch] = OrderedDict()  # least recently used first
+        self._sessions: dict[str, dict[str, KnownBranch]] = {}
+        self._ends = Marks(
             limit
         )  # last pages of paths, of left paths, and of those that a new id may take over
-        self._firsts = _Marks(limit)  # last pages of branches' first paths
+        self._firsts = Marks(limit)  # last pages of branches' first paths
 
     # ------------------------------------------------------------------ requests
 
@@ -258,7 +158,7 @@ class Identifier:
                 self._touch(self._note(claim.branch, claim.session, now, exact=True), now)
             branch, parent = claim.branch, claim.parent
         else:
-            prompt = _Prompt(path, tokens if page_size else None, page_size)
+            prompt = Prompt(path, tokens if page_size else None, page_size)
             branch = self._infer(claim, prompt, now, final)
             parent = claim.parent or (claim.session if branch != claim.session else "")
         return Identity(
@@ -307,7 +207,7 @@ class Identifier:
             return
         pool = session.partition(":")[0]
         known = self._note(branch, session, now, pool=pool if pool in _POOLS else "")
-        self._move(known, _Prompt(path, None, 0), now)
+        self._move(known, Prompt(path, None, 0), now)
         known.observed_t = now
 
     # ------------------------------------------------------------------ hooks
@@ -324,7 +224,7 @@ class Identifier:
 
     # ------------------------------------------------------------------ inference
 
-    def _infer(self, claim: Claim, prompt: _Prompt, now: float, final: bool) -> str:
+    def _infer(self, claim: Claim, prompt: Prompt, now: float, final: bool) -> str:
         path, session = prompt.path, claim.session
         if path.size == 0 and not session:
             return self._new_name("")
@@ -341,7 +241,7 @@ class Identifier:
         known.in_flight += 1
         return known.branch
 
-    def _main(self, session: str) -> _Branch | None:
+    def _main(self, session: str) -> KnownBranch | None:
         return self._sessions.get(session, {}).get(session)
 
     def _new_name(self, session: str) -> str:
@@ -351,12 +251,12 @@ class Identifier:
         self._made += 1
         return f"{session}~{self._prefix}{self._made}" if session else f"{self._prefix}{self._made}"
 
-    def _continued(self, claim: Claim, prompt: _Prompt, final: bool, now: float) -> _Branch | None:
+    def _continued(self, claim: Claim, prompt: Prompt, final: bool, now: float) -> KnownBranch | None:
         """The branch that the request is a step of; None when it begins one."""
         session, main = claim.session, self._main(claim.session)
         if claim.pool and session not in self._sessions:
             return self._taken_over(claim, prompt, now)
-        for size, ending in self._ends.find(prompt.path, _salt(session)):
+        for size, ending in self._ends.find(prompt.path, salted(session)):
             found, busy = self._going_on(ending, session, size, prompt, now)
             if found is not None:
                 return found
@@ -367,8 +267,8 @@ class Identifier:
         return self._rewritten(claim, prompt)
 
     def _going_on(
-        self, ending: list[_Branch], session: str, size: int, prompt: _Prompt, now: float
-    ) -> tuple[_Branch | None, bool]:
+        self, ending: list[KnownBranch], session: str, size: int, prompt: Prompt, now: float
+    ) -> tuple[KnownBranch | None, bool]:
         """Of the branches that end there: the idle one that goes on, else whether a busy one would."""
         page, busy, left = int(prompt.path[size - 1]), False, None
         for known in ending:
@@ -388,12 +288,12 @@ class Identifier:
         return left, False
 
     @staticmethod
-    def _busy(known: _Branch, path: PageArray, now: float) -> bool:
+    def _busy(known: KnownBranch, path: PageArray, now: float) -> bool:
         if known.in_flight:
             return True
         return path.size == known.path.size and now - known.observed_t < OBSERVED_BUSY_S
 
-    def _undo(self, known: _Branch, left: PageArray, now: float) -> None:
+    def _undo(self, known: KnownBranch, left: PageArray, now: float) -> None:
         """An edit or rewrite of the branch was something else: that gets a branch of its own, this one its path."""
         self._unmark(known)
         other = self._note(self._new_name(known.session), known.session, now, pool=known.pool)
@@ -406,9 +306,9 @@ class Identifier:
         self._pages += left.size
         self._mark(known)
 
-    def _taken_over(self, claim: Claim, prompt: _Prompt, now: float) -> _Branch | None:
+    def _taken_over(self, claim: Claim, prompt: Prompt, now: float) -> KnownBranch | None:
         """The branch of an id that came only once, when this new id's prompt goes on from it."""
-        for size, ending in self._ends.find(prompt.path, _salt(claim.pool)):
+        for size, ending in self._ends.find(prompt.path, salted(claim.pool)):
             page = int(prompt.path[size - 1])
             for known in ending:
                 if known.pool != claim.pool or not known.ends_at(size, page):
@@ -429,7 +329,7 @@ class Identifier:
                 return known
         return None
 
-    def _rewritten(self, claim: Claim, prompt: _Prompt) -> _Branch | None:
+    def _rewritten(self, claim: Claim, prompt: Prompt) -> KnownBranch | None:
         """The idle branch of which the request is an edit, a rewrite or a compaction."""
         path, session, main = prompt.path, claim.session, self._main(claim.session)
         shared = common_pages(main.path, path) if main is not None else 0
@@ -437,7 +337,7 @@ class Identifier:
         if main is not None and main.compacting and (shared or not short):
             return main
         best, most = None, 0
-        for _, begun in self._firsts.find(path, _salt(session)):
+        for _, begun in self._firsts.find(path, salted(session)):
             for known in begun:
                 if known.session != session or known.in_flight:
                     continue
@@ -453,28 +353,30 @@ class Identifier:
         as_long = claim.prefix_breaks and 5 * path.size >= 4 * main.path.size
         return main if not main.in_flight and (8 * shared >= path.size or as_long) else None
 
-    def _emptied(self, known: _Branch) -> _Branch:
+    def _emptied(self, known: KnownBranch) -> KnownBranch:
         """The branch without its path, which nobody goes on from."""
         self._unmark(known)
         self._pages -= known.path.size
-        known.path, known.rest = _NO_PATH, None
+        known.path, known.rest = NO_PATH, None
         self._mark(known)
         return known
 
     # ------------------------------------------------------------------ the books
 
-    def _note(self, branch: str, session: str, now: float, exact: bool = False, pool: str = "") -> _Branch:
+    def _note(
+        self, branch: str, session: str, now: float, exact: bool = False, pool: str = ""
+    ) -> KnownBranch:
         known = self._known.get(branch)
         if known is None:
-            known = self._known[branch] = _Branch(branch, session, exact, now, pool)
+            known = self._known[branch] = KnownBranch(branch, session, exact, now, pool)
             self._sessions.setdefault(session, {})[branch] = known
         return known
 
-    def _touch(self, known: _Branch, now: float) -> None:
+    def _touch(self, known: KnownBranch, now: float) -> None:
         known.last_t = now
         self._known.move_to_end(known.branch)
 
-    def _move(self, known: _Branch, prompt: _Prompt, now: float) -> None:
+    def _move(self, known: KnownBranch, prompt: Prompt, now: float) -> None:
         """The branch stands at the prompt now."""
         path = prompt.path
         self._unmark(known)
@@ -499,9 +401,9 @@ class Identifier:
         self._mark(known)
         self._touch(known, now)
 
-    def _keys(self, known: _Branch) -> tuple[list[int], int | None]:
+    def _keys(self, known: KnownBranch) -> tuple[list[int], int | None]:
         """Keys of the branch's marks among the ends, and among the firsts."""
-        salt, ends = _salt(known.session), []
+        salt, ends = salted(known.session), []
         if known.left[0]:
             ends.append(known.left[1] ^ salt)
         if not known.path.size:
@@ -509,18 +411,18 @@ class Identifier:
         page = int(known.path[-1])
         ends.append(page ^ salt)
         if known.pool and known.requests == 1:
-            ends.append(page ^ _salt(known.pool))
+            ends.append(page ^ salted(known.pool))
         begun = 0 < known.first <= known.path.size
         return ends, int(known.path[known.first - 1]) ^ salt if begun else None
 
-    def _mark(self, known: _Branch) -> None:
+    def _mark(self, known: KnownBranch) -> None:
         ends, first = self._keys(known)
         for key in ends:
             self._ends.add(key, known)
         if first is not None:
             self._firsts.add(first, known)
 
-    def _unmark(self, known: _Branch) -> None:
+    def _unmark(self, known: KnownBranch) -> None:
         ends, first = self._keys(known)
         for key in ends:
             self._ends.remove(key, known)

@@ -13,11 +13,12 @@ import numpy as np
 from services.router.answer import Headers
 from services.router.calls import Api, Call, ids_given
 from services.router.cluster import Cluster, NodeDown
+from services.router.exchange import Exchange
 from services.router.flight import Flight
-from services.router.http import Exchange
 from services.router.tokens import Known, TokenCache, head_keys
 from services.router.upstream import relayed
-from services.router.upstream_http import BadAnswer, Upstream, UpstreamError
+from services.router.upstream_answer import BadAnswer, UpstreamError
+from services.router.upstream_http import Upstream
 from shared.log import get_logger
 from shared.messages import NodeInfo
 from shared.openai import ApiError, TokenArray, check_length

@@ -30,16 +30,17 @@ from services.router.placement import Prefill
 from services.router.placing import Placer
 from services.router.tenants import own_name, qualified
 from services.router.upstream import Moved, relayed, usage_in
-from services.router.upstream_http import BadAnswer, UpstreamError
+from services.router.upstream_answer import BadAnswer, UpstreamError
 from shared.messages import BranchPlaced, FetchPlan, NodeInfo, Outcome, Phase, PrefillCall, PrefillEvent
 from shared.openai import ApiError, unknown_model
 
 if TYPE_CHECKING:
-    from services.router.access import KeyEntry, Ticket
-    from services.router.http import Exchange
+    from services.router.access import KeyEntry
+    from services.router.exchange import Exchange
+    from services.router.limits import Ticket
     from services.router.service import RouterService
     from services.router.tokens import Known
-    from services.router.upstream_http import Answer
+    from services.router.upstream_answer import Answer
 
 DEFAULT_OUTPUT_TOKENS = 512  # room to look for when the client sets no limit
 CONNECT_S = 3.0

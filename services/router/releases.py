@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from services.router.upstream_http import Upstream, UpstreamError
+from services.router.upstream_answer import UpstreamError
+from services.router.upstream_http import Upstream
 from shared.log import get_logger
 
 LINGER_S = 0.005

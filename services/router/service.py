@@ -27,7 +27,8 @@ from services.router.releases import Releases
 from services.router.settings import RouterSettings
 from services.router.tenants import Identities, own_name, qualified, tenant_of
 from services.router.tracing import tracer
-from services.router.upstream_http import Upstream, UpstreamError
+from services.router.upstream_answer import UpstreamError
+from services.router.upstream_http import Upstream
 from shared.api_errors import openai_errors
 from shared.kvfollow import KV_STREAM, Follow
 from shared.kvsnapshot import SnapshotError, fetch_snapshot

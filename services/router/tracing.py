@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shared.config import ConfigError
 
 if TYPE_CHECKING:
+    from services.router.exchange import Exchange
     from services.router.flight import Flight
-    from services.router.http import Exchange
     from shared.messages import NodeInfo
 
 
