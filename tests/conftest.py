@@ -9,13 +9,17 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import pytest
 
 from shared.embedded import EmbeddedRedis
 from shared.service import Service
 from tests.redis_servers import binaries, binary_name, tls_missing
+
+if TYPE_CHECKING:
+    from worker.agent.service import WorkerService
 
 
 @pytest.fixture(scope="session")
@@ -92,3 +96,19 @@ def tls_binary(binary: str) -> str:
     if missing:
         pytest.skip(missing)
     return binary
+
+
+@pytest.fixture
+async def worker(redis_url: str, cluster_name: str) -> AsyncIterator[WorkerService]:
+    """One simulated worker, by itself; nothing may be left on it."""
+    from tests.worker_nodes import node  # which imports this module
+
+    async with node(redis_url, cluster_name) as service:
+        yield service
+
+
+@pytest.fixture
+async def http(worker: WorkerService) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client of `worker`."""
+    async with aiohttp.ClientSession(base_url=worker.url) as session:
+        yield session

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from shared.embedded import EmbeddedRedis
-from tests.chaos_cluster import ATTEMPT_S, chaos_cluster, through_chaos, wrong_answers
+from tests.chaos_agents import ATTEMPT_S
+from tests.chaos_cluster import chaos_cluster, through_chaos, wrong_answers
 from tests.conftest import eventually
 
 GROWTH, GROWTH_MB = 1.15, 20.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness_env import Missing, clean_environment, python_of
+from tests.harness_env import clean_environment, python_of
 from tests.up import Up
 
 pytestmark = pytest.mark.harness
@@ -30,11 +30,8 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 def installed(package: str, version: str) -> str:
-    """Its Python; without it the test is skipped."""
-    try:
-        return str(python_of(package, version))
-    except Missing as why:
-        pytest.skip(f"{package} cannot be installed: {why}")
+    """Its Python. Raises Missing: whoever asks for these tests wants to know."""
+    return str(python_of(package, version))
 
 
 def run(argv: list[str], home: Path, **environment: str) -> str:

@@ -33,21 +33,9 @@ def scripted(*steps: dict[str, Any]) -> list[Any]:
 
 
 @pytest.fixture
-async def worker(redis_url: str, cluster_name: str) -> AsyncIterator[WorkerService]:
-    async with node(redis_url, cluster_name) as service:
-        yield service
-
-
-@pytest.fixture
 async def client(worker: WorkerService) -> AsyncIterator[Any]:
     async with anthropic.AsyncAnthropic(base_url=worker.url, api_key="none", max_retries=0) as client:
         yield client
-
-
-@pytest.fixture
-async def http(worker: WorkerService) -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(base_url=worker.url) as session:
-        yield session
 
 
 async def test_a_message_and_its_usage(client: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -11,22 +10,9 @@ import numpy as np
 import pytest
 
 from tests.worker_nodes import node
-from worker.agent.service import WorkerService
 from worker.engines.simulated.api import known_digest
 
 RAW = {"Accept": "application/octet-stream"}
-
-
-@pytest.fixture
-async def worker(redis_url: str, cluster_name: str) -> AsyncIterator[WorkerService]:
-    async with node(redis_url, cluster_name) as service:
-        yield service
-
-
-@pytest.fixture
-async def http(worker: WorkerService) -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(base_url=worker.url) as session:
-        yield session
 
 
 async def post(http: aiohttp.ClientSession, path: str, body: dict[str, Any], **headers: str) -> Any:

@@ -10,7 +10,6 @@ import aiohttp
 import openai
 import pytest
 
-from tests.worker_nodes import node
 from worker.agent.service import WorkerService
 
 PATH = "/v1/responses"
@@ -33,21 +32,9 @@ def scripted(*steps: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-async def worker(redis_url: str, cluster_name: str) -> AsyncIterator[WorkerService]:
-    async with node(redis_url, cluster_name) as service:
-        yield service
-
-
-@pytest.fixture
 async def client(worker: WorkerService) -> AsyncIterator[Any]:
     async with openai.AsyncOpenAI(base_url=worker.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-@pytest.fixture
-async def http(worker: WorkerService) -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(base_url=worker.url) as session:
-        yield session
 
 
 async def test_a_response_and_its_usage(client: Any) -> None:

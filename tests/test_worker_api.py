@@ -30,21 +30,9 @@ def render(messages: list[dict[str, str]]) -> list[int]:
 
 
 @pytest.fixture
-async def worker(redis_url: str, cluster_name: str) -> AsyncIterator[WorkerService]:
-    async with node(redis_url, cluster_name) as service:
-        yield service
-
-
-@pytest.fixture
 async def client(worker: WorkerService) -> AsyncIterator[Any]:
     async with openai.AsyncOpenAI(base_url=worker.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-@pytest.fixture
-async def http(worker: WorkerService) -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(base_url=worker.url) as session:
-        yield session
 
 
 async def test_a_streamed_chat_says_what_the_whole_one_says(client: Any) -> None:
