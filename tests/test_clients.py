@@ -135,7 +135,8 @@ def either(request: pytest.FixtureRequest, oai: Any, aoai: Any, claude: Any, acl
 
 
 async def test_a_chat(either: Any) -> None:
-    args = {"model": MODEL, "messages": SAY, "max_tokens": 90}
+    # So long that it cannot come in a few pieces, however busy the machine is.
+    args = {"model": MODEL, "messages": SAY, "max_tokens": 1500, "extra_body": LONG}
     create = either[0].chat.completions.create
     whole = await result(create(**args))
     assert (whole.object, whole.model) == ("chat.completion", MODEL)
@@ -188,7 +189,10 @@ async def test_a_completion_of_text_and_of_ids(either: Any) -> None:
 
 
 async def test_a_response(either: Any) -> None:
-    args = {"model": MODEL, "instructions": "Be brief.", "input": "Say something.", "max_output_tokens": 90}
+    args = {
+        "model": MODEL, "instructions": "Be brief.", "input": "Say something.", "max_output_tokens": 1500,
+        "extra_body": LONG,
+    }  # fmt: skip
     whole = await result(either[0].responses.create(**args))
     events = await events_of(await result(either[0].responses.create(**args, stream=True)))
     kinds = [event.type for event in events]
@@ -210,7 +214,7 @@ async def test_a_response(either: Any) -> None:
 
 
 async def test_a_message(either: Any) -> None:
-    args = {"model": MODEL, "system": "Be brief.", "messages": SAY, "max_tokens": 90}
+    args = {"model": MODEL, "system": "Be brief.", "messages": SAY, "max_tokens": 1500, "extra_body": LONG}
     whole = await result(either[1].messages.create(**args))
     assert (whole.type, whole.role, whole.model, whole.content[0].type) == (
         "message", "assistant", MODEL, "text",

@@ -22,12 +22,15 @@ async def post(http: aiohttp.ClientSession, path: str, body: dict[str, Any], **h
 
 
 async def test_generate_whole_and_streamed(http: aiohttp.ClientSession) -> None:
-    body = {"text": "hello", "sampling_params": {"max_new_tokens": 150, "ignore_eos": True, "temperature": 0}}
+    body = {
+        "text": "hello",
+        "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True, "temperature": 0},
+    }
     whole = await post(http, "/generate", body | {"rid": "mine"})
-    assert bytes(whole["output_ids"]).decode() == whole["text"] and len(whole["text"]) == 150
+    assert bytes(whole["output_ids"]).decode() == whole["text"] and len(whole["text"]) == 1500
     meta = whole["meta_info"]
-    assert meta["id"] == "mine" and meta["finish_reason"] == {"type": "length", "length": 150}
-    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (5, 150, 0)
+    assert meta["id"] == "mine" and meta["finish_reason"] == {"type": "length", "length": 1500}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (5, 1500, 0)
     by_ids = {"input_ids": list(b"hello"), "sampling_params": body["sampling_params"], "stream": True}
     async with http.post("/generate", json=by_ids) as answer:
         assert answer.content_type == "text/event-stream"

@@ -36,7 +36,10 @@ async def client(worker: WorkerService) -> AsyncIterator[Any]:
 
 
 async def test_a_streamed_chat_says_what_the_whole_one_says(client: Any) -> None:
-    args = {"model": "m", "messages": MESSAGES, "temperature": 0, "max_tokens": 90}
+    args = {
+        "model": "m", "messages": MESSAGES, "temperature": 0, "max_tokens": 1500,
+        "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
     whole = await client.chat.completions.create(**args)
     assert whole.object == "chat.completion" and whole.choices[0].message.role == "assistant"
     stream = await client.chat.completions.create(**args, stream=True, stream_options={"include_usage": True})
