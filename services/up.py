@@ -134,10 +134,8 @@ class Supervisor:
             "--cluster", s.cluster, "--speedup", str(s.speedup), "--log-level", s.log_level,
             "--log-format", s.log_format,
         ]  # fmt: skip
-        open_to_all = [
-            "--host",
-            s.host,
-        ]  # the router, which asks for keys, and the page; what asks nobody is not
+        # Beyond loopback only the router, which asks for keys, and the page: not what asks nobody.
+        open_to_all = ["--host", s.host]
         inner = ["--host", "::1" if ":" in s.host else "127.0.0.1"]
         if self._config:
             common += ["--config", self._config]

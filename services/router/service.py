@@ -414,8 +414,8 @@ class _Listeners:
         await self._upstream.close()
 
 
-def api_response(body: object, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+def api_response(body: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
 def _model(name: str, info: NodeInfo) -> dict[str, object]:
