@@ -1,6 +1,6 @@
 """What count order keeps that LRU order loses: one agent trace through two clusters with little host memory.
 
-    python bench/reuse.py TRACE [--agents 12] [--speedup 30] [--max-pause 60] [--l1-tokens N] [--l2-tokens N]
+    python bench/reuse.py TRACE [--agents 12] [--speedup 5] [--max-pause 60] [--l1-tokens N] [--l2-tokens N]
                           [--transport mooncake] [--json FILE] [--check]
 
 TRACE: 12 Claude Code sessions in the Weka format; the defaults for memory are for them. Each run is a whole cluster
@@ -118,7 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="KV reuse that LRU and count order lose on one agent trace.")
     parser.add_argument("trace", type=Path)
     parser.add_argument("--agents", type=int, default=12)
-    parser.add_argument("--speedup", type=float, default=30.0)
+    parser.add_argument("--speedup", type=float, default=5.0)
     parser.add_argument("--max-pause", type=float, default=60.0)
     parser.add_argument(
         "--duration", type=float, help="seconds of the trace; sessions begin again until then"
