@@ -14,7 +14,6 @@ from services.router.placement import (
     bind_decode,
     candidates,
     longest_source,
-    replay,
 )
 from shared.messages import NodeState, Phase, QueuedPrefill
 from shared.timing import FetchModel, PrefillModel, query_key_pairs
@@ -32,22 +31,47 @@ def state(node="a", t=100.0, busy_until=0.0, queue=(), decodes=(), free=1_000_00
 
 def node(name="a", sent=(), model=MODEL, reported="fresh", **kw):
     return PrefillNode(
-        name, model, 8192, 0.010, 0.0, state(name, **kw) if reported == "fresh" else reported, list(sent)
+        name, model, 8192, 0.010, 0.0, state(name, **kw) if reported == "fresh" else reported, sent
     )
 
 
+def waiting(*work):
+    return [QueuedPrefill(f"q{i}", *lengths) for i, lengths in enumerate(work)]
+
+
+def replayed(work, mine, f=0.0, chunk=8192):
+    """Start and end of `mine` after `work`, iteration by iteration, all anew."""
+    clock, start, room = 0.0, None, chunk
+    tokens, pairs, restored = 0, 0.0, 0.0
+    queue = [*work, mine]
+    index, done = 0, 0
+    while index < len(queue):
+        prefill = queue[index]
+        take = min(room, prefill.t_uc - done)
+        if prefill is mine and start is None:
+            start = clock
+        if take > 0:
+            restored += f * prefill.t_c if done == 0 else 0.0
+            pairs += query_key_pairs(take, prefill.t_c + done)
+            tokens, room, done = tokens + take, room - take, done + take
+        if done >= prefill.t_uc:
+            index, done = index + 1, 0
+        if room == 0 or index == len(queue):
+            clock += MODEL.iteration_s(tokens, pairs, restored)
+            clock += 0.010 if index < len(queue) else 0.0
+            room, tokens, pairs, restored = chunk, 0, 0.0, 0.0
+    return start, clock
+
+
 def test_idle_node_waits_for_nothing_and_serves_by_equation_1():
-    start, end = replay(node(), [], Prefill("me", 1000, 20_000), 100.0)
+    start, end = node().predict(Prefill("me", 1000, 20_000), 100.0)
     assert start == 0
     assert end == pytest.approx(MODEL.iteration_s(1000, query_key_pairs(1000, 20_000), 0))
 
 
 def test_running_iteration_and_queue_come_first_and_share_iterations():
-    queue = [QueuedPrefill("q1", 3000, 0), QueuedPrefill("q2", 3000, 640)]
-    view = node(busy_until=100.2, queue=queue)
-    start, end = replay(
-        view, [Prefill("q1", 3000, 0), Prefill("q2", 3000, 640)], Prefill("me", 5000, 0), 100.0
-    )
+    view = node(busy_until=100.2, queue=waiting((3000, 0), (3000, 640)))
+    start, end = view.predict(Prefill("me", 5000, 0), 100.0)
     first = MODEL.iteration_s(
         8192,
         query_key_pairs(3000, 0) + query_key_pairs(3000, 640) + query_key_pairs(2192, 0),
@@ -59,15 +83,15 @@ def test_running_iteration_and_queue_come_first_and_share_iterations():
 
 
 def test_a_request_that_does_not_fit_the_running_chunk_starts_after_it():
-    start, _ = replay(node(), [Prefill("q", 8192, 0)], Prefill("me", 10, 0), 100.0)
+    start, _ = node(queue=waiting((8192, 0))).predict(Prefill("me", 10, 0), 100.0)
     assert start == pytest.approx(MODEL.iteration_s(8192, query_key_pairs(8192, 0), 0) + 0.010)
 
 
 @given(st.lists(st.integers(1, 20_000), max_size=6), st.integers(1, 30_000))
 def test_replayed_time_is_the_work_plus_iteration_costs(queue, mine):
     """However requests share iterations, tokens and pairs are charged once each (Equation 1 summed)."""
-    work = [Prefill(f"q{i}", tokens, 0) for i, tokens in enumerate(queue)]
-    start, end = replay(node(), work, Prefill("me", mine, 0), 100.0)
+    view = node(queue=waiting(*((tokens, 0) for tokens in queue)))
+    start, end = view.predict(Prefill("me", mine, 0), 100.0)
     total = sum(queue) + mine
     iterations = -(-total // 8192)
     pairs = sum(query_key_pairs(tokens, 0) for tokens in [*queue, mine])
@@ -75,6 +99,71 @@ def test_replayed_time_is_the_work_plus_iteration_costs(queue, mine):
         iterations * MODEL.c0 + (iterations - 1) * 0.010 + MODEL.c1 * total + MODEL.c2 * pairs
     )
     assert 0 <= start <= end
+
+
+rids = st.sampled_from([f"r{i}" for i in range(6)])
+works = st.builds(Prefill, rids, st.integers(1, 20_000), st.integers(0, 50_000))
+what_happens = st.lists(
+    st.one_of(
+        st.tuples(st.just("send"), works),
+        st.tuples(st.just("finished"), rids),
+        st.tuples(st.just("report"), st.lists(works, max_size=3, unique_by=lambda w: w.rid), st.sets(rids, max_size=2)),
+        st.tuples(st.just("f"), st.floats(0, 1)),
+    ),
+    max_size=12,
+)  # fmt: skip
+
+
+@given(what_happens, works, st.booleans())
+def test_what_is_kept_of_the_work_is_what_a_replay_of_all_of_it_gives(happens, mine, stated):
+    view = node()
+    sent, queue, running, f = {}, [], set(), 0.0
+    for what, *args in happens:
+        if what == "send":
+            sent.pop(args[0].rid, None)
+            sent[args[0].rid] = args[0]
+            view.send(args[0])
+        elif what == "finished":
+            sent.pop(args[0], None)
+            view.finished(args[0])
+        elif what == "report":
+            queue, running = args
+            queue = [QueuedPrefill(w.rid, w.t_uc, w.t_c) for w in queue]
+            view.report(state(queue=queue, running=running))
+        else:
+            f = args[0]
+            view.predict_with(restored_fraction=f)
+        view.predict(mine, 100.0, stated)  # which is kept
+    known = {w.rid for w in queue} | running
+    work = [*queue, *(w for rid, w in sent.items() if rid not in known)] if stated else list(sent.values())
+    assert view.predict(mine, 100.0, stated) == pytest.approx(replayed(work, mine, f))
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("send"), rids, st.integers(0, 9)),
+            st.tuples(st.just("finished"), rids),
+            st.tuples(st.just("report"), st.sets(rids)),
+        )
+    )
+)
+def test_a_decode_nodes_load_is_that_of_the_reported_and_the_sent_requests_together(happens):
+    view = DecodeNode("d", 1000, state(free=500))
+    sent, reported = {}, set()
+    for what, *args in happens:
+        if what == "send":
+            sent[args[0]] = args[1]
+            view.send(*args)
+        elif what == "finished":
+            sent.pop(args[0], None)
+            view.finished(args[0])
+        else:
+            reported = args[0]
+            view.report(state(decodes=reported, free=500))
+    new = {rid: tokens for rid, tokens in sent.items() if rid not in reported}
+    assert view.load(True) == (len(reported) + len(new), 500 - sum(new.values()))
+    assert view.load(False) == (len(sent), 1000 - sum(sent.values()))
 
 
 def test_unreported_requests_count_and_reported_ones_count_once():
@@ -158,7 +247,7 @@ def test_source_is_the_longest_other_holder():
 
 def decode(name, requests=0, free=1_000_000, sent=None, t=100.0):
     reported = state(name, t=t, decodes=[f"{name}{i}" for i in range(requests)], free=free)
-    return DecodeNode(name, reported, sent or {}, 2_000_000)
+    return DecodeNode(name, 2_000_000, reported, sent)
 
 
 def test_decode_goes_to_the_fewest_requests_that_has_room():

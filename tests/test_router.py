@@ -50,7 +50,7 @@ async def done_records(bus, n):
 
 
 def empty_books(service):
-    return all(not node.prefills and not node.decodes for node in service.cluster.nodes.values())
+    return all(not node.load for node in service.cluster.nodes.values())
 
 
 async def test_a_request_goes_to_prefill_then_to_decode_and_back_as_it_came(redis_url, cluster_name):
@@ -80,6 +80,7 @@ async def test_a_request_goes_to_prefill_then_to_decode_and_back_as_it_came(redi
             <= record.t_end
         )
         path = page_hashes(np.arange(1000, 1100, dtype=np.int32), 16)
+        await service.branch_out.flush()
         events = [event.message for event in await bus.last("branch", 10)]
         assert [type(e).__name__ for e in events] == ["BranchRequest", "BranchPlaced", "BranchPlaced"]
         assert events[0].pages == m.pack_pages(path)
@@ -92,11 +93,11 @@ async def test_moved_failed_and_broken_prefills_go_to_another_node(redis_url, cl
     async with cluster(redis_url, cluster_name, *specs) as (service, (p1, p2, _), http, _bus):
         for how in ("moved", "failed", "close"):
             p1.prefill_script, p2.prefill_script = [how], []
-            service.cluster.nodes["p2"].prefills["busy"] = service_prefill()
+            service.cluster.nodes["p2"].prefill.send(service_prefill())
             before = len(p2.prefills)
             async with http.post("/v1/completions", json=body()) as answer:
                 assert answer.status == 200, await answer.text()
-            service.cluster.nodes["p2"].prefills.clear()
+            service.cluster.nodes["p2"].prefill.finished("busy")
             assert len(p2.prefills) == before + 1
             service.cluster.answered("p1")
         assert empty_books(service)
@@ -135,7 +136,7 @@ async def test_a_client_that_hangs_up_frees_both_nodes(redis_url, cluster_name, 
     async with cluster(redis_url, cluster_name, ("p", P), ("d", D)) as (service, (p, d), http, bus):
         (p if where == "prefill" else d).__dict__[f"{where}_script"].append("hang")
         task = asyncio.create_task(http.post("/v1/completions", json=body(stream=True)))
-        await eventually(lambda: service.cluster.nodes["d"].decodes if where == "prefill" else d.decodes)
+        await eventually(lambda: service.cluster.nodes["d"].decode.sent if where == "prefill" else d.decodes)
         if where == "prefill":
             task.cancel()
         else:

@@ -55,7 +55,7 @@ def router_view(*nodes: NodeInfo, speedup: float = 1.0) -> tuple[Cluster, Stoppe
 
 
 def sent(c: Cluster) -> dict[str, list[Prefill]]:
-    return {found.node: list(found.sent) for found in c.prefill_nodes("m")}
+    return {found.node: list(found.sent.values()) for found in c.prefill_nodes("m")}
 
 
 def bound(c: Cluster) -> dict[str, dict[str, int]]:
@@ -64,8 +64,8 @@ def bound(c: Cluster) -> dict[str, dict[str, int]]:
 
 def test_what_another_router_placed_counts_until_the_node_has_reported():
     c, clock = router_view(node_info("n1"), node_info("n2"))
-    c.nodes["n1"].prefills["own"] = Prefill("own", 10, 0)
-    c.nodes["n1"].decodes["own-d"] = 70
+    c.nodes["n1"].prefill.send(Prefill("own", 10, 0))
+    c.nodes["n1"].decode.send("own-d", 70)
     c.placed(BranchPlaced("b", "n1", P, 1000.0, "r1", 500, 64))
     c.placed(BranchPlaced("b", "n1", D, 1000.0, "r2", 900))
     assert sent(c) == {"n1": [Prefill("own", 10, 0), Prefill("r1", 500, 64)], "n2": []}
@@ -118,7 +118,7 @@ def test_placements_that_name_no_request_or_no_node_do_nothing():
 def test_a_node_that_restarts_has_nothing_of_its_earlier_life():
     c, _ = router_view(node_info("n1"))
     c.placed(BranchPlaced("b", "n1", D, 1000.0, "r", 5))
-    c.nodes["n1"].decodes["x"] = 5
+    c.nodes["n1"].decode.send("x", 5)
     for _ in range(FAILURES):
         c.failed("n1")
     new, gone = c.registered({"n1": node_info("n1", incarnation="again")})
@@ -129,7 +129,7 @@ def test_a_node_that_restarts_has_nothing_of_its_earlier_life():
 
 def test_nodes_share_nothing():
     c, _ = router_view(node_info("n1"), node_info("n2"))
-    for field in ("prefills", "decodes", "foreign", "calls", "breaker"):
+    for field in ("prefill", "decode", "foreign", "calls", "breaker"):
         assert getattr(c.nodes["n1"], field) is not getattr(c.nodes["n2"], field)
 
 

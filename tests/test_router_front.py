@@ -267,7 +267,12 @@ async def _status(http, key, wanted):
 async def test_tenants_share_neither_pages_nor_branches(redis_url, cluster_name, tmp_path):
     file = tmp_path / "keys.toml"
     keys = key_file(file, a={"tenant": "a"}, b={"tenant": "b"}, plain={})
-    async with cluster(redis_url, cluster_name, ("n", BOTH), keys_file=str(file)) as (_, (n,), http, bus):
+    async with cluster(redis_url, cluster_name, ("n", BOTH), keys_file=str(file)) as (
+        service,
+        (n,),
+        http,
+        bus,
+    ):
         for key in keys.values():
             headers = bearer(key) | {"X-EI-Branch": "same"}
             async with http.post("/v1/completions", json=body(), headers=headers) as answer:
@@ -275,6 +280,7 @@ async def test_tenants_share_neither_pages_nor_branches(redis_url, cluster_name,
         salts = {call.branch: call.salt for call in n.prefills}
         assert len(salts) == 3 and len(set(salts.values())) == 3 and salts["same"] == ""
         assert {headers.get("X-EI-Salt", "") for headers, _ in n.decodes} == set(salts.values())
+        await service.branch_out.flush()
         requests = [
             e.message for e in await bus.last("branch", 20) if type(e.message).__name__ == "BranchRequest"
         ]
@@ -325,7 +331,7 @@ def test_without_keys_only_loopback(tmp_path):
 
 
 async def test_claude_codes_hooks_end_its_branches(redis_url, cluster_name):
-    async with cluster(redis_url, cluster_name, ("n", BOTH)) as (_, _fakes, http, bus):
+    async with cluster(redis_url, cluster_name, ("n", BOTH)) as (service, _fakes, http, bus):
         session = {"x-claude-code-session-id": "S"}
         for headers in (session, session | {"x-claude-code-agent-id": "A"}):
             async with http.post("/v1/messages", json=CHAT, headers=headers) as answer:
@@ -342,6 +348,7 @@ async def test_claude_codes_hooks_end_its_branches(redis_url, cluster_name):
             assert "claude:S" in (await answer.json())["ended"]
         async with http.post("/v1/hooks/claude-code", data=b"{}") as answer:
             assert answer.status == 400
+        await service.branch_out.flush()
         ended = [e.message.branch for e in await bus.last("branch", 20) if isinstance(e.message, BranchEnded)]
         assert set(ended) == {"claude:S", "claude:S/A"}
 

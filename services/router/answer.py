@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 
 from services.router.exchange import Exchange
+from services.router.http_messages import HeaderLines
 from shared.api_errors import error_body, error_event, is_anthropic, new_request_id
 from shared.openai import ApiError
 
@@ -47,11 +48,11 @@ class Answering:
         self.exchange.write(COMMENT)
         self._timer = asyncio.get_running_loop().call_later(self._keepalive_s, self._wait_on)
 
-    def begin(self, status: int, headers: Headers, *, length: int | None, streaming: bool) -> None:
-        """The decode node's answer begins."""
+    def begin(self, status: int, lines: HeaderLines, *, length: int | None, streaming: bool) -> None:
+        """The decode node's answer begins; `lines` are as `Exchange.start` wants them."""
         self.close()
         if not self.exchange.started:
-            self.exchange.start(status, headers + self.headers, length=length)
+            self.exchange.start(status, self.headers, length=length, lines=lines)
             self.streaming = streaming
 
     def fail(self, error: ApiError) -> None:

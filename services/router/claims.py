@@ -44,6 +44,16 @@ class Hints(msgspec.Struct):
     conversation: msgspec.Raw = _ABSENT
     previous_response_id: msgspec.Raw = _ABSENT
 
+    @property
+    def given(self) -> bool:
+        """Whether one of the fields that name a branch is there."""
+        return any(
+            field is not _ABSENT
+            for field in (
+                self.metadata, self.nvext, self.program_id, self.prompt_cache_key, self.session_id, self.conversation,
+            )
+        )  # fmt: skip
+
 
 def foreign_id(value: object) -> str:
     """A harness's id as a part of a branch id, empty when it is none. "/" and "~" part branch ids: escaped."""
@@ -83,10 +93,19 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 _PATH_ONLY = Claim("path", "")
+# One of these names a row's id, if it is not the body that does.
+_NAMES = frozenset(
+    (
+        "x-dynamo-session-id", "x-claude-code-session-id", "x-codex-turn-metadata", "thread-id", "x-session-id",
+        "x-session-affinity", "x-smg-routing-key", "x-correlation-id",
+    )
+)  # fmt: skip
 
 
 def claim_of(headers: Mapping[str, str], hints: Hints) -> Claim:
     """The first row that the request fills, below our own headers."""
+    if _NAMES.isdisjoint(headers) and not hints.given:
+        return _PATH_ONLY
     return (
         _dynamo(headers, hints)
         or _claude(headers, hints)

@@ -14,11 +14,11 @@ Rules that hold here
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Mapping
 from types import TracebackType
+from typing import NamedTuple
 from urllib.parse import urlsplit
-
-import msgspec
 
 from services.router.fetch_times import FetchTimes
 from services.router.health import Breaker, Fitness
@@ -32,6 +32,7 @@ from shared.timing import GLM_52_4XGB300, PROFILES, FetchModel, PrefillModel, Pr
 MISSING_S = 10.0  # wall seconds for which a node that the registry has lost is kept, if it answers
 MOST_FETCH_S = 3600.0
 CLOCK_OFF_S = 600.0  # wall seconds
+REFIT_S = 0.1  # wall seconds after which nodes that were left out are looked at again
 REPORTED_S = 1.0  # wall seconds after which a node's state lists what another router sent it
 # f of Equation 3 before the cluster has measured it: agents mostly come back while their KV is in GPU memory.
 START_RESTORED_FRACTION = 0.1
@@ -89,31 +90,55 @@ class Calling:
             self._task.cancel()
 
 
-class Foreign(msgspec.Struct, frozen=True):
-    """Work that another router sent to the node."""
+class Node:
+    """A registered node. `prefill` and `decode` hold what is known of its work, whatever its phase."""
 
-    prefill: Prefill | None  # None for a decode
-    tokens: int
-    t: float
+    def __init__(self, info: NodeInfo, heard_t: float, model: PrefillModel | None = None) -> None:
+        """`model`: fitted by the planner; the profile's until there is one."""
+        self.info = info
+        self.profile: Profile = PROFILES.get(info.profile, GLM_52_4XGB300)
+        self.breaker = Breaker()
+        self.missing_since: float | None = None  # wall time since which the registry does not list it
+        self.heard_t = heard_t  # wall time of its last state or answered probe
+        self.prefill = PrefillNode(
+            info.node, model or self.profile.prefill, info.chunk_tokens, self.profile.idle_gap_s,
+            START_RESTORED_FRACTION,
+        )  # fmt: skip
+        self.decode = DecodeNode(info.node, info.l1_tokens)
+        self.foreign: dict[str, float] = {}  # requests that other routers sent there -> when
+        self.calls: set[Calling] = set()
 
+    @property
+    def state(self) -> NodeState | None:
+        """The last that it reported."""
+        return self.prefill.state
 
-class Node(msgspec.Struct):
-    info: NodeInfo
-    profile: Profile
-    breaker: Breaker
-    state: NodeState | None = None
-    missing_since: float | None = None  # wall time since which the registry does not list it
-    heard_t: float = 0.0  # wall time of its last state or answered probe
-    model: PrefillModel | None = None  # fitted by the planner; the profile's until then
-    restored_fraction: float = START_RESTORED_FRACTION  # f, as last measured
-    prefills: dict[str, Prefill] = {}  # sent by this router and not finished
-    decodes: dict[str, int] = {}  # bound by this router and not finished -> tokens of KV
-    foreign: dict[str, Foreign] = {}  # request -> what another router sent
-    calls: set[Calling] = set()
+    @property
+    def load(self) -> int:
+        """Requests that routers have there."""
+        return len(self.prefill.sent) + len(self.decode.sent)
+
+    def report(self, state: NodeState) -> None:
+        self.prefill.report(state)
+        self.decode.report(state)
+
+    def forget(self, rid: str) -> None:
+        """A request is not there any more."""
+        self.prefill.finished(rid)
+        self.decode.finished(rid)
+        self.foreign.pop(rid, None)
 
     def calling(self) -> Calling:
         """`with node.calling(): ...` raises NodeDown inside when the node goes down."""
         return Calling(self)
+
+
+class _Fit(NamedTuple):
+    """The nodes that may get work of a model, as they are until `until` (wall time) or the next change."""
+
+    until: float
+    prefill: list[PrefillNode]
+    decode: list[DecodeNode]
 
 
 class Cluster:
@@ -127,7 +152,8 @@ class Cluster:
         self._models: dict[str, PrefillModel] = {}
         self._fetch_times: dict[str, FetchTimes] = {}  # by profile
         self._handoff = FetchTimes(FetchModel(0.05, 1e-6, 0))
-        self._changed = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
+        self._fit: dict[str, _Fit] = {}  # by model
 
     # ------------------------------------------------------------------ what comes in
 
@@ -137,16 +163,14 @@ class Cluster:
         for name, info in infos.items():
             node = self.nodes.get(name)
             if node is None or node.info.incarnation != info.incarnation:
-                profile = PROFILES.get(info.profile, GLM_52_4XGB300)
-                self.nodes[name] = Node(
-                    info, profile, Breaker(), heard_t=self.wall(), model=self._models.get(name)
-                )
+                self.nodes[name] = Node(info, self.wall(), self._models.get(name))
                 if node is not None:
                     self._wake(node)
                 new.append(info)
             else:
-                node.info = info
-                node.missing_since = None
+                if node.missing_since is not None or node.info != info:
+                    node.info, node.missing_since = info, None
+                    self.notify()
         gone = [name for name in self.nodes if name not in infos and self._is_gone(self.nodes[name])]
         for name in gone:
             self._wake(self.nodes.pop(name))
@@ -168,14 +192,17 @@ class Cluster:
         node = self.nodes.get(state.node)
         if node is not None and (node.state is None or state.t >= node.state.t):
             before = self._phase(node)
-            self.switches += before != state.phase and Phase.BOTH not in (before, state.phase)
-            node.state = state
+            if before is not state.phase:
+                self._fit.clear()
+                self.switches += Phase.BOTH not in (before, state.phase)
+            node.report(state)
             node.heard_t = self.wall()
             node.breaker.heard()
             if node.foreign:
                 old = state.t - REPORTED_S * self._clock.speedup
-                node.foreign = {rid: work for rid, work in node.foreign.items() if work.t > old}
-            self.notify()
+                for rid in [rid for rid, t in node.foreign.items() if t <= old]:
+                    node.forget(rid)
+            self._wake_waiters()
 
     def planned(self, plan: RolePlan) -> None:
         if self.plan is None or plan.epoch > self.plan.epoch:
@@ -188,13 +215,13 @@ class Cluster:
             model = PrefillModel(one.c0, one.c1, one.c2, one.c3)
             self._models[one.node] = model
             if one.node in self.nodes:
-                self.nodes[one.node].model = model
+                self.nodes[one.node].prefill.predict_with(model)
 
     def measured(self, part: Slice) -> None:
         """Take f of the nodes that prefilled in the slice."""
         for one in part.nodes:
             if one.iterations and one.node in self.nodes:
-                self.nodes[one.node].restored_fraction = min(1.0, max(0.0, one.f))
+                self.nodes[one.node].prefill.predict_with(restored_fraction=min(1.0, max(0.0, one.f)))
 
     def clocks_differ(self) -> bool:
         """Whether what the nodes report is nowhere near now."""
@@ -208,13 +235,14 @@ class Cluster:
         node = self.nodes.get(placed.node)
         if node is None or not placed.rid:
             return
-        decode = placed.phase is Phase.DECODE
-        prefill = None if decode else Prefill(placed.rid, placed.tokens, placed.cached)
-        node.foreign[placed.rid] = Foreign(prefill, placed.tokens, placed.t)
-        if decode:  # then its prefill has begun, wherever that is
+        if placed.phase is Phase.DECODE:  # then its prefill has begun, wherever that is
             for other in self.nodes.values():
-                if other is not node and placed.rid in other.foreign:
-                    del other.foreign[placed.rid]
+                if placed.rid in other.foreign:
+                    other.forget(placed.rid)
+            node.decode.send(placed.rid, placed.tokens)
+        else:
+            node.prefill.send(Prefill(placed.rid, placed.tokens, placed.cached))
+        node.foreign[placed.rid] = placed.t
 
     def fetched(self, name: str, tokens: int, seconds: float) -> None:
         """A fetch was seen on that node."""
@@ -228,12 +256,8 @@ class Cluster:
 
     def mean_held(self, model: str, holders: Mapping[str, int]) -> int:
         """Leading pages that a decode node of the model holds, the mean over all: what a decode need not pull."""
-        held = [
-            holders.get(name, 0)
-            for name, node in self.nodes.items()
-            if node.info.model == model and self.phases(node)[1]
-        ]
-        return sum(held) // len(held) if held else 0
+        nodes = self.decode_nodes(model)
+        return sum(holders.get(view.node, 0) for view in nodes) // len(nodes) if nodes and holders else 0
 
     def handoff_s(self, tokens: int) -> float:
         """Cluster seconds from the end of a prefill to the answer's first byte, when the decode node has to pull so many
@@ -245,12 +269,18 @@ class Cluster:
         self._handoff.observed(max(tokens, 1), seconds)
 
     def _times(self, node: Node) -> FetchTimes:
-        return self._fetch_times.setdefault(node.profile.name, FetchTimes(node.profile.fetch))
+        times = self._fetch_times.get(node.profile.name)
+        if times is None:
+            times = self._fetch_times[node.profile.name] = FetchTimes(node.profile.fetch)
+        return times
 
     def failed(self, name: str) -> bool:
         """The node did not answer a call or a probe. Whether it went down with that."""
         node = self.nodes.get(name)
-        if node is None or not node.breaker.failed(self.wall()):
+        if node is None:
+            return False
+        self._fit.clear()
+        if not node.breaker.failed(self.wall()):
             return False
         self._wake(node)
         return True
@@ -288,12 +318,21 @@ class Cluster:
         self.notify()
 
     def notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Nodes or plan have changed."""
+        self._fit.clear()
+        self._wake_waiters()
+
+    def _wake_waiters(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     async def changed(self) -> None:
         """Wait for the next change of nodes, states or plan."""
-        await self._changed.wait()
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
 
     # ------------------------------------------------------------------ what placement reads
 
@@ -314,34 +353,32 @@ class Cluster:
         return [node for node in found if node.missing_since is None] or found
 
     def prefill_nodes(self, model: str, without: Iterable[str] = ()) -> list[PrefillNode]:
-        return [
-            PrefillNode(
-                node=node.info.node,
-                model=node.model or node.profile.prefill,
-                chunk_tokens=node.info.chunk_tokens,
-                idle_gap_s=node.profile.idle_gap_s,
-                restored_fraction=node.restored_fraction,
-                state=node.state,
-                sent=[
-                    *node.prefills.values(),
-                    *(work.prefill for work in node.foreign.values() if work.prefill),
-                ],
-            )
-            for node in self.live(without)
-            if node.info.model == model and self.phases(node)[0]
-        ]
+        """Nodes of the model that may get prefills; do not change the list."""
+        return self._fit_for(model, without).prefill
 
     def decode_nodes(self, model: str, without: Iterable[str] = ()) -> list[DecodeNode]:
-        return [
-            DecodeNode(node.info.node, node.state, self._decodes(node), node.info.l1_tokens)
-            for node in self.live(without)
-            if node.info.model == model and self.phases(node)[1]
-        ]
+        """Nodes of the model that may get decodes; do not change the list."""
+        return self._fit_for(model, without).decode
 
-    @staticmethod
-    def _decodes(node: Node) -> dict[str, int]:
-        foreign = {rid: work.tokens for rid, work in node.foreign.items() if work.prefill is None}
-        return foreign | node.decodes if foreign else node.decodes
+    def _fit_for(self, model: str, without: Iterable[str]) -> _Fit:
+        if without:
+            return self._fit_of(model, self.live(without), 0.0)
+        now = self.wall()
+        fit = self._fit.get(model)
+        if fit is None or now >= fit.until:
+            live = self.live()
+            # Time alone brings one back that is left out now.
+            until = math.inf if len(live) == len(self.nodes) else now + REFIT_S
+            fit = self._fit[model] = self._fit_of(model, live, until)
+        return fit
+
+    def _fit_of(self, model: str, live: list[Node], until: float) -> _Fit:
+        nodes = [(node, *self.phases(node)) for node in live if node.info.model == model]
+        return _Fit(
+            until,
+            [node.prefill for node, prefills, _ in nodes if prefills],
+            [node.decode for node, _, decodes in nodes if decodes],
+        )
 
     def models(self) -> dict[str, NodeInfo]:
         """Served models, each with a node that serves it."""

@@ -9,7 +9,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from services.router.http_messages import Head, Headers, check_head, safe_path
+from services.router.http_messages import Head, HeaderLines, Headers, check_head, safe_path
 
 if TYPE_CHECKING:
     from services.router.http import _Connection
@@ -20,6 +20,7 @@ FRAMING = frozenset((b"content-length", b"transfer-encoding", b"connection", b"k
 # How an answer's end is told.
 _NOTHING, _LENGTH, _CHUNKS, _CLOSE = range(4)
 
+_NO_LINES = HeaderLines()
 STATUS_LINES = {int(s): b"HTTP/1.1 %d %b\r\n" % (s, s.phrase.encode()) for s in HTTPStatus}
 _date_of = 0
 _date = b""
@@ -89,8 +90,13 @@ class Exchange:
         else:
             self._conn.transport.writelines((head, body))
 
-    def start(self, status: int, headers: Headers, length: int | None = None) -> None:
-        """Send the head. Without a length the body is chunked, or ends with the connection for HTTP/1.0."""
+    def start(
+        self, status: int, headers: Headers, length: int | None = None, lines: HeaderLines = _NO_LINES
+    ) -> None:
+        """Send the head. Without a length the body is chunked, or ends with the connection for HTTP/1.0.
+
+        `lines`: headers that are ready to be sent, none of them of `FRAMING`, nor a date.
+        """
         mode, framing = _NOTHING, b""
         if status == 204 or status == 304:
             pass
@@ -103,7 +109,7 @@ class Exchange:
                 mode, framing = _CHUNKS, b"transfer-encoding: chunked\r\n"
             else:
                 mode, self.head.keep_alive = _CLOSE, False
-        head = self._head(status, headers, framing)
+        head = self._head(status, headers, framing, lines)
         self.started = True
         self._mode = mode
         if not self.gone:  # to be sent with the first bytes, if they are written at once
@@ -115,7 +121,7 @@ class Exchange:
         if head and not self.gone:
             self._conn.transport.write(head)
 
-    def _head(self, status: int, headers: Headers, framing: bytes) -> bytes:
+    def _head(self, status: int, headers: Headers, framing: bytes, ready: HeaderLines = _NO_LINES) -> bytes:
         if self.started:
             raise RuntimeError("the answer has begun already")
         if status < 200:
@@ -129,7 +135,8 @@ class Exchange:
             if lower == b"date":
                 dated = True
             parts += (name, b": ", value, b"\r\n")
-        lines = len(parts) // 4 + 2
+        lines = len(parts) // 4 + 2 + ready.lines
+        parts.append(ready.text)
         if framing:
             parts.append(framing)
             lines += 1

@@ -16,6 +16,7 @@ from shared.timing import FetchModel
 KEEP = 0.98
 PRIOR = 4.0
 _PRIOR_TOKENS = (1_000.0, 100_000.0)  # where the prior's fetches lie
+_PRIOR_X, _PRIOR_XX = sum(_PRIOR_TOKENS), sum(x * x for x in _PRIOR_TOKENS)
 
 
 class FetchTimes:
@@ -23,6 +24,8 @@ class FetchTimes:
 
     def __init__(self, prior: FetchModel) -> None:
         self._prior = prior
+        self._prior_y = sum(prior.base_s + prior.per_token_s * x for x in _PRIOR_TOKENS)
+        self._prior_xy = sum(x * (prior.base_s + prior.per_token_s * x) for x in _PRIOR_TOKENS)
         self._n = self._x = self._xx = self._y = self._xy = 0.0
         self.seen = 0
         self.model = prior
@@ -41,17 +44,12 @@ class FetchTimes:
         self.model = self._fit()
 
     def _fit(self) -> FetchModel:
-        n, sx, sxx, sy, sxy = self._n, self._x, self._xx, self._y, self._xy
         weight = PRIOR * KEEP**self.seen / len(_PRIOR_TOKENS)
-        for x in _PRIOR_TOKENS:
-            y = self._prior.base_s + self._prior.per_token_s * x
-            n, sx, sxx, sy, sxy = (
-                n + weight,
-                sx + weight * x,
-                sxx + weight * x * x,
-                sy + weight * y,
-                sxy + weight * x * y,
-            )
+        n = self._n + weight * len(_PRIOR_TOKENS)
+        sx = self._x + weight * _PRIOR_X
+        sxx = self._xx + weight * _PRIOR_XX
+        sy = self._y + weight * self._prior_y
+        sxy = self._xy + weight * self._prior_xy
         spread = n * sxx - sx * sx
         slope = max(0.0, (n * sxy - sx * sy) / spread) if spread > 1e-9 * n * sxx else self._prior.per_token_s
         base = (sy - slope * sx) / n

@@ -84,7 +84,7 @@ class Front:
         path = exchange.path
         if exchange.method not in _METHODS:
             raise ApiError(405, f"{exchange.method} is no method here.", code="method_not_allowed")
-        if any(part in (".", "..") for part in path.split("/")):
+        if "/." in path and any(part in (".", "..") for part in path.split("/")):
             raise ApiError(404, f"There is no {path} here.", code="unknown_url")
         if path in _HEALTH:
             await self._inner(exchange, None)
@@ -134,7 +134,7 @@ class Front:
                 model = ""  # the node will say what is wrong
         nodes = [node for node in self._s.cluster.live() if self._s.cluster.phases(node)[1]]
         nodes = [node for node in nodes if node.info.model == model] or nodes
-        nodes.sort(key=lambda node: (len(node.decodes), node.info.node))
+        nodes.sort(key=lambda node: (len(node.decode.sent), node.info.node))
         for left, node in reversed(list(enumerate(reversed(nodes[:3])))):
             try:
                 with node.calling():

@@ -31,6 +31,7 @@ from services.router.http_messages import (
     BadRequest,
     Dechunk,
     Head,
+    Heads,
 )
 from shared.openai import ApiError
 
@@ -197,7 +198,7 @@ class _Connection(asyncio.Protocol):
             return
         end += 4
         try:
-            head = Head(data[:end], self.server.limits.max_headers)
+            head = self.server.heads.read(data[:end])
             self._begin_body(head, data[end:])
         except BadRequest as error:
             self.refuse(error.status, error.message)
@@ -452,6 +453,7 @@ class HttpServer:
     ) -> None:
         self.handler, self.on_bad, self.on_error = handler, on_bad, on_error
         self.limits = limits or HttpLimits()
+        self.heads = Heads(self.limits.max_headers)
         self.connections: set[_Connection] = set()
         self.closing = False
         self.body_bytes = 0  # that connections have room for while they arrive

@@ -13,12 +13,15 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import httptools
 
 Headers = Sequence[tuple[bytes, bytes]]
 MAX_CHUNK_LINE = 1024
 MAX_TRAILER_BYTES = 8192
+MOST_KEPT_HEADS, MOST_KEPT_HEAD = 512, 4096  # heads that are kept read, and bytes of one
+_ONE_LENGTH = re.compile(rb"\r\ncontent-length: ?([0-9]{1,15})\r\n", re.IGNORECASE)
 _names: dict[bytes, str] = {}
 
 
@@ -86,13 +89,28 @@ def safe_path(path: bytes) -> str:
     return "%2F".join(urllib.parse.unquote(part) for part in re.split("%2[fF]", text))
 
 
-class Head:
-    """A request's head that passed every check. `length` is None for a chunked body."""
+class HeaderLines(NamedTuple):
+    """Header lines as they are sent, and how many these are: a line break in a value does not become a line."""
 
-    __slots__ = ("expects", "fields", "http11", "keep_alive", "length", "method", "raw", "target")
+    text: bytes = b""
+    lines: int = 0
+
+
+def header_lines(headers: Headers) -> HeaderLines:
+    return HeaderLines(b"".join([b"%b: %b\r\n" % pair for pair in headers]), len(headers))
+
+
+class Head:
+    """A request's head that passed every check. `length` is None for a chunked body.
+
+    `derived`: what others made of the headers, by a name of theirs; heads that differ in their length only share it.
+    """
+
+    __slots__ = ("derived", "expects", "fields", "http11", "keep_alive", "length", "method", "raw", "target")
 
     def __init__(self, data: bytes, max_headers: int) -> None:
         """`data` ends with its empty line. Raises BadRequest."""
+        self.derived: dict[str, HeaderLines] = {}
         sink = HeadSink()
         parser = httptools.HttpRequestParser(sink)
         try:
@@ -152,6 +170,44 @@ class Head:
             if not (length.isascii() and length.isdigit() and len(length) < 19):
                 raise BadRequest(400, "Content-Length is one number.")
             self.length = int(length)
+
+    def with_length(self, digits: bytes) -> Head:
+        """The same head with another Content-Length, of which it has one."""
+        head = Head.__new__(Head)
+        head.derived, head.expects, head.http11, head.keep_alive = (
+            self.derived, self.expects, self.http11, self.keep_alive,
+        )  # fmt: skip
+        head.method, head.target = self.method, self.target
+        head.length = int(digits)
+        head.fields = self.fields | {"content-length": digits.decode("ascii")}
+        head.raw = [
+            (name, digits if name.lower() == b"content-length" else value) for name, value in self.raw
+        ]
+        return head
+
+
+class Heads:
+    """Reads requests' heads. Those of one client differ in little but the length: what was read is kept."""
+
+    def __init__(self, max_headers: int) -> None:
+        self._max_headers = max_headers
+        self._kept: dict[bytes, Head] = {}
+
+    def read(self, data: bytes) -> Head:
+        """`data` ends with its empty line. Raises BadRequest."""
+        found = _ONE_LENGTH.search(data)
+        if found is None or len(data) > MOST_KEPT_HEAD:
+            return Head(data, self._max_headers)
+        begin, end = found.span(1)
+        key = data[:begin] + data[end:]
+        kept = self._kept.get(key)
+        if kept is not None:
+            return kept.with_length(data[begin:end])
+        head = Head(data, self._max_headers)
+        if len(self._kept) >= MOST_KEPT_HEADS:
+            self._kept.clear()
+        self._kept[key] = head
+        return head.with_length(data[begin:end])  # a handler may change what it gets
 
 
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\x00-\x08\x0a-\x1f\x7f]*)?\r\n")

@@ -15,10 +15,11 @@ Rules that hold here
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from shared.messages import NodeState
+from shared.messages import NodeState, QueuedPrefill
 from shared.timing import FetchModel, PrefillModel, query_key_pairs
 
 
@@ -30,23 +31,188 @@ class Prefill(msgspec.Struct, frozen=True):
     t_c: int
 
 
-class PrefillNode(msgspec.Struct, frozen=True):
-    """What the router knows of one prefill node."""
+class _Filled(NamedTuple):
+    """Prefill iterations filled so far: seconds until the open one starts, and what is in it."""
 
-    node: str
-    model: PrefillModel
-    chunk_tokens: int
-    idle_gap_s: float
-    restored_fraction: float  # f: part of the cached tokens that comes from host memory
-    state: NodeState | None
-    sent: Sequence[Prefill]  # sent there, not finished, in order; may repeat what the state lists
+    clock_s: float
+    room: int  # tokens
+    tokens: int
+    pairs: float
+    restored: float
 
 
-class DecodeNode(msgspec.Struct, frozen=True):
-    node: str
-    state: NodeState | None
-    sent: Mapping[str, int]  # request -> tokens of KV that it needs; may repeat what the state lists
-    l1_tokens: int
+class PrefillNode:
+    """What the router knows of one prefill node: its last state, and what was sent there and is not finished.
+
+    The work before a new request is replayed once and kept: a question costs the iterations of that request only.
+    """
+
+    __slots__ = (
+        "_chunk",
+        "_f",
+        "_gap_s",
+        "_model",
+        "_reported",
+        "_unstated",
+        "_work",
+        "node",
+        "sent",
+        "state",
+    )
+
+    def __init__(
+        self,
+        node: str,
+        model: PrefillModel,
+        chunk_tokens: int,
+        idle_gap_s: float,
+        restored_fraction: float = 0.0,
+        state: NodeState | None = None,
+        sent: Iterable[Prefill] = (),
+    ) -> None:
+        """`restored_fraction`: f, the part of the cached tokens that comes from host memory."""
+        self.node = node
+        self._model, self._f = model, restored_fraction
+        self._chunk, self._gap_s = chunk_tokens, idle_gap_s
+        self.sent: dict[str, Prefill] = {prefill.rid: prefill for prefill in sent}
+        self.state: NodeState | None = None
+        self._reported: set[str] = set()  # requests whose work `state` speaks of
+        self._work: _Filled | None = None  # as reported, then as sent; None when it has to be replayed
+        self._unstated: _Filled | None = None  # the same without a state
+        if state is not None:
+            self.report(state)
+
+    def report(self, state: NodeState) -> None:
+        """The node's state, the latest."""
+        self.state = state
+        self._reported = {queued.rid for queued in state.queue}
+        self._reported.update(state.running_prefills)
+        self._work = None
+
+    def predict_with(self, model: PrefillModel | None = None, restored_fraction: float | None = None) -> None:
+        """Another model or f from now on."""
+        self._model = model or self._model
+        self._f = self._f if restored_fraction is None else restored_fraction
+        self._work = self._unstated = None
+
+    def send(self, prefill: Prefill) -> None:
+        """A request was sent there, after all others."""
+        self.finished(prefill.rid)
+        self.sent[prefill.rid] = prefill
+        self._unstated = None
+        if prefill.rid not in self._reported and self._work is not None:
+            self._work = self._fill(self._work, prefill)[0]
+
+    def finished(self, rid: str) -> None:
+        """A request is not there any more, if it was."""
+        if self.sent.pop(rid, None) is not None:
+            self._unstated = None
+            if rid not in self._reported:
+                self._work = None
+
+    def predict(self, mine: Prefill, now: float, stated: bool = True) -> tuple[float, float]:
+        """Seconds from `now` to the start of a new request and to its end; from what was sent alone unless `stated`."""
+        state = self.state if stated else None
+        if state is None:
+            if self._unstated is None:
+                self._unstated = self._filled(self.sent.values())
+            work, running_s = self._unstated, 0.0
+        else:
+            if self._work is None:
+                unreported = (p for rid, p in self.sent.items() if rid not in self._reported)
+                self._work = self._filled([*state.queue, *unreported])
+            work, running_s = self._work, max(0.0, state.busy_until - now)
+        filled, start_s = self._fill(work, mine)
+        if filled.tokens:
+            end_s = filled.clock_s + self._model.iteration_s(filled.tokens, filled.pairs, filled.restored)
+        else:  # it ends with its last iteration, not with the gap after that
+            end_s = filled.clock_s - self._gap_s
+        return running_s + start_s, running_s + end_s
+
+    def _filled(self, work: Iterable[Prefill | QueuedPrefill]) -> _Filled:
+        filled = _Filled(0.0, self._chunk, 0, 0.0, 0.0)
+        for prefill in work:
+            filled = self._fill(filled, prefill)[0]
+        return filled
+
+    def _fill(self, filled: _Filled, prefill: Prefill | QueuedPrefill) -> tuple[_Filled, float]:
+        """The iterations with one more request, and when that starts."""
+        clock_s, room, tokens, pairs, restored = filled
+        start_s, left, before = clock_s, prefill.t_uc, prefill.t_c
+        if left > 0:
+            restored += self._f * before
+        while left > 0:
+            take = min(room, left)
+            pairs += query_key_pairs(take, before)
+            tokens += take
+            room -= take
+            left -= take
+            before += take
+            if not room:
+                clock_s += self._model.iteration_s(tokens, pairs, restored) + self._gap_s
+                room, tokens, pairs, restored = self._chunk, 0, 0.0, 0.0
+        return _Filled(clock_s, room, tokens, pairs, restored), start_s
+
+
+class DecodeNode:
+    """What the router knows of one decode node: its last state, and what was bound there and is not finished."""
+
+    __slots__ = (
+        "_l1_tokens",
+        "_reported",
+        "_sent_tokens",
+        "_unreported",
+        "_unreported_tokens",
+        "node",
+        "sent",
+        "state",
+    )
+
+    def __init__(
+        self, node: str, l1_tokens: int, state: NodeState | None = None, sent: Mapping[str, int] | None = None
+    ) -> None:
+        """`sent`: request -> tokens of KV that it needs; it may repeat what the state lists."""
+        self.node = node
+        self._l1_tokens = l1_tokens
+        self.sent: dict[str, int] = dict(sent or {})
+        self._sent_tokens = sum(self.sent.values())
+        self.state: NodeState | None = None
+        self._reported: frozenset[str] = frozenset()  # requests that `state` lists
+        self._unreported = self._unreported_tokens = 0  # requests in `sent` only, and their tokens
+        if state is not None:
+            self.report(state)
+
+    def report(self, state: NodeState) -> None:
+        """The node's state, the latest."""
+        self.state = state
+        self._reported = frozenset(state.decodes)
+        unreported = [tokens for rid, tokens in self.sent.items() if rid not in self._reported]
+        self._unreported, self._unreported_tokens = len(unreported), sum(unreported)
+
+    def send(self, rid: str, tokens: int) -> None:
+        """A request was bound to it."""
+        self.finished(rid)
+        self.sent[rid] = tokens
+        self._sent_tokens += tokens
+        if rid not in self._reported:
+            self._unreported += 1
+            self._unreported_tokens += tokens
+
+    def finished(self, rid: str) -> None:
+        """A request is not there any more, if it was."""
+        tokens = self.sent.pop(rid, None)
+        if tokens is None:
+            return
+        self._sent_tokens -= tokens
+        if rid not in self._reported:
+            self._unreported -= 1
+            self._unreported_tokens -= tokens
+
+    def load(self, stated: bool) -> tuple[int, int]:
+        """Requests there, and tokens of KV that are free; from what was sent alone unless `stated`."""
+        if not stated or self.state is None:
+            return len(self.sent), self._l1_tokens - self._sent_tokens
+        return len(self._reported) + self._unreported, self.state.l1_free_tokens - self._unreported_tokens
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -81,48 +247,6 @@ def longest_source(longest: Sequence[tuple[str, int]], node: str) -> tuple[str |
     return None, 0
 
 
-def waiting_work(view: PrefillNode) -> list[Prefill]:
-    """What the node computes before a new request, in order: as reported, then as sent."""
-    state = view.state
-    if state is None:
-        return list(view.sent)
-    work = [Prefill(queued.rid, queued.t_uc, queued.t_c) for queued in state.queue]
-    known = {queued.rid for queued in state.queue} | set(state.running_prefills)
-    work += [prefill for prefill in view.sent if prefill.rid not in known]
-    return work
-
-
-def replay(view: PrefillNode, work: Iterable[Prefill], mine: Prefill, now: float) -> tuple[float, float]:
-    """Seconds from `now` to the start of `mine` and to its end, when it comes after `work`."""
-    busy_until = view.state.busy_until if view.state is not None else now
-    clock = max(0.0, busy_until - now)
-    start: float | None = None
-    room = view.chunk_tokens
-    tokens, pairs, restored = 0, 0.0, 0.0
-    queue = [*work, mine]
-    index, done = 0, 0  # the request being filled in, and how many of its tokens went before
-    while index < len(queue):
-        prefill = queue[index]
-        take = min(room, prefill.t_uc - done)
-        if prefill is mine and start is None:
-            start = clock
-        if take > 0:
-            if done == 0:
-                restored += view.restored_fraction * prefill.t_c
-            pairs += query_key_pairs(take, prefill.t_c + done)
-            tokens += take
-            room -= take
-            done += take
-        if done >= prefill.t_uc:
-            index, done = index + 1, 0
-        if room == 0 or index == len(queue):
-            clock += view.model.iteration_s(tokens, pairs, restored)
-            if index < len(queue):
-                clock += view.idle_gap_s
-            room, tokens, pairs, restored = view.chunk_tokens, 0, 0.0, 0.0
-    return (start if start is not None else clock), clock
-
-
 def candidates(
     prompt_tokens: int,
     page_size: int,
@@ -148,10 +272,9 @@ def candidates(
         if fetch_pages * page_size < costs.fetch.min_tokens:
             fetch_pages, source = 0, None
         cached = (own + fetch_pages) * page_size
-        fresh = view.state is not None and now - view.state.t <= costs.max_state_age_s
-        usable = view if fresh else msgspec.structs.replace(view, state=None)
-        mine = Prefill(rid, prompt_tokens - cached, cached)
-        wait_s, end_s = replay(usable, waiting_work(usable), mine, now)
+        state = view.state
+        fresh = state is not None and now - state.t <= costs.max_state_age_s
+        wait_s, end_s = view.predict(Prefill(rid, prompt_tokens - cached, cached), now, fresh)
         exposed_s = max(0.0, costs.fetch.seconds(fetch_pages * page_size) - wait_s) if fetch_pages else 0.0
         copy_s = costs.copy_s_per_token * fetch_pages * page_size
         found.append(
@@ -189,14 +312,7 @@ def bind_decode(
     for view in nodes:
         state = view.state
         fresh = state is not None and now - state.t <= max_state_age_s
-        if fresh and state is not None:
-            reported = set(state.decodes)
-            unreported = [tokens for rid, tokens in view.sent.items() if rid not in reported]
-            requests = len(reported) + len(unreported)
-            room = state.l1_free_tokens - sum(unreported)
-        else:
-            requests = len(view.sent)
-            room = view.l1_tokens - sum(view.sent.values())
+        requests, room = view.load(fresh)
         fits = room >= needed_tokens
         order = float(requests) if fits else float(-room)
         key = (not fresh, not fits, order, view.node != prefer, view.node)

@@ -8,6 +8,7 @@ Rules that hold here
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from services.router.explain import explained
@@ -31,7 +32,7 @@ class Placer:
 
     async def prefill_node(self, model: str, prompt: Known, flight: Flight, tried: set[str]) -> Candidate:
         """The best prefill node; waits for one while none can take the request."""
-        deadline = asyncio.get_running_loop().time() + self._settings.place_timeout_s
+        deadline = 0.0
         while True:
             nodes = self._cluster.prefill_nodes(model, tried)
             if nodes:
@@ -61,32 +62,35 @@ class Placer:
                     )
                 return found[0]
             tried.clear()  # nobody is left: a node that was tried may do by now
+            deadline = deadline or self._deadline()
             await self._wait_for_change(deadline, "prefill")
 
     async def bind(self, model: str, flight: Flight, needed: int, tried: set[str]) -> None:
-        """Choose the decode node and place the branch there (E.3, line 13)."""
-        deadline = asyncio.get_running_loop().time() + self._settings.place_timeout_s
-        while True:
-            nodes = self._cluster.decode_nodes(model, tried)
-            chosen = bind_decode(
-                needed,
-                nodes,
-                self._settings.max_state_age_s * self._clock.speedup,
-                self._clock.now(),
-                prefer=flight.prefill_node,
-            )
-            if chosen is not None:
-                flight.decode_node = chosen
-                self._cluster.nodes[chosen].decodes[flight.rid] = needed
-                self._s.branch_out.publish(
-                    BranchPlaced(flight.branch, chosen, Phase.DECODE, self._clock.now(), flight.rid, needed)
-                )
-                view = self._s.branches.get(flight.branch)
-                if view is not None:
-                    view.prefill_node, view.decode_node = flight.prefill_node, chosen
-                return
+        """Choose the decode node and place the branch there (E.3, line 13); waits while there is none."""
+        deadline = 0.0
+        while not self.bind_now(model, flight, needed, tried):
+            deadline = deadline or self._deadline()
             tried.clear()
             await self._wait_for_change(deadline, "decode")
+
+    def bind_now(self, model: str, flight: Flight, needed: int, tried: Collection[str] = ()) -> bool:
+        """The same, if there is a node now."""
+        now = self._clock.now()
+        max_age_s = self._settings.max_state_age_s * self._clock.speedup
+        nodes = self._cluster.decode_nodes(model, tried)
+        chosen = bind_decode(needed, nodes, max_age_s, now, prefer=flight.prefill_node)
+        if chosen is None:
+            return False
+        flight.decode_node = chosen
+        self._cluster.nodes[chosen].decode.send(flight.rid, needed)
+        self._s.branch_out.publish(BranchPlaced(flight.branch, chosen, Phase.DECODE, now, flight.rid, needed))
+        view = self._s.branches.get(flight.branch)
+        if view is not None:
+            view.prefill_node, view.decode_node = flight.prefill_node, chosen
+        return True
+
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._settings.place_timeout_s
 
     async def _wait_for_change(self, deadline: float, phase: str) -> None:
         left = deadline - asyncio.get_running_loop().time()

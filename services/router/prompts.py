@@ -20,7 +20,7 @@ from services.router.upstream import relayed
 from services.router.upstream_answer import BadAnswer, UpstreamError
 from services.router.upstream_http import Upstream
 from shared.log import get_logger
-from shared.messages import NodeInfo
+from shared.messages import NodeInfo, PageArray
 from shared.openai import ApiError, TokenArray, check_length
 
 CONNECT_S = 3.0
@@ -28,6 +28,7 @@ TOKENIZE_S = 30.0
 MOST_BYTES = 2**28
 # Headers that name one conversation.
 _NAMES = ("x-ei-branch", "x-claude-code-agent-id", "thread-id", "x-dynamo-session-id", "x-session-id")
+_NO_PAGES: PageArray = np.empty(0, dtype=np.int64)
 log = get_logger("router")
 
 
@@ -40,9 +41,11 @@ class Prompts:
     async def read(self, exchange: Exchange, api: Api, call: Call, info: NodeInfo, flight: Flight) -> Known:
         """The prompt's ids and page hashes. A worker tokenizes what the client did not give as ids, and sends only what
         it appended to the last prompt of the conversation."""
+        tokens = ids_given(call, api, info.max_context)
+        if tokens is not None and tokens.size < info.page_size:  # not worth to be kept
+            return Known(tokens, info.page_size, flight.salt, [], _NO_PAGES)
         space = flight.tenant.encode() + b"\0" + info.model.encode() + b"\0"
         keys = [space + name for name in self._conversation(exchange, call)]
-        tokens = ids_given(call, api, info.max_context)
         if tokens is None:
             known = self.cache.known(keys)
             headers: Headers = [
@@ -72,7 +75,7 @@ class Prompts:
         Raises ApiError: the worker's own for a prompt that is wrong, 503 when three of them cannot tell.
         """
         nodes = [node for node in self._cluster.live() if node.info.model == model]
-        nodes.sort(key=lambda node: len(node.prefills) + len(node.decodes))
+        nodes.sort(key=lambda node: node.load)
         for node in nodes[:3]:
             if self._cluster.nodes.get(node.info.node) is not node:
                 continue  # it left, or began anew, while another one was asked

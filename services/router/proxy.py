@@ -13,7 +13,6 @@ Rules that hold here
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import uuid
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ from services.router.claims import said_yes
 from services.router.cluster import Node, NodeDown
 from services.router.explain import explained
 from services.router.flight import Flight
+from services.router.http_messages import HeaderLines, header_lines
 from services.router.placement import Prefill
 from services.router.placing import Placer
 from services.router.tenants import own_name, qualified
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 DEFAULT_OUTPUT_TOKENS = 512  # room to look for when the client sets no limit
 CONNECT_S = 3.0
 MOST_ERROR_BYTES, MOST_LINE_BYTES = 2**20, 2**16
+READ_OUT_S = 0.2  # of silence before the end of an answer of which all that was wanted has come
 # Between router and worker only, or about one connection only: a client's own are dropped. The key stays here.
 _DROPPED = {
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding",
@@ -52,6 +53,7 @@ _DROPPED = {
     b"content-encoding",
 }  # fmt: skip
 _OURS = (b"x-ei-", b"x_ei_")
+_TRACE = (b"traceparent", b"tracestate")
 _NOT_PASSED_BACK = {
     b"connection",
     b"keep-alive",
@@ -60,6 +62,7 @@ _NOT_PASSED_BACK = {
     b"upgrade",
     b"trailer",
     b"server",
+    b"date",
     b"x-request-id",
     b"x-ei-branch",
     b"x-ei-explain",
@@ -170,8 +173,7 @@ class Proxy:
         for name in (flight.prefill_node, flight.decode_node):
             node = self._cluster.nodes.get(name)
             if node is not None:
-                node.prefills.pop(flight.rid, None)
-                node.decodes.pop(flight.rid, None)
+                node.forget(flight.rid)
         if flight.identity is not None:
             self._s.identities.done(flight.tenant, flight.identity, self._clock.now())
             if flight.identity.final:
@@ -256,7 +258,7 @@ class Proxy:
                 tried.add(flight.decode_node)
                 node = self._cluster.nodes.get(flight.decode_node)
                 if node is not None:
-                    node.decodes.pop(flight.rid, None)
+                    node.decode.finished(flight.rid)
                 flight.decode_node = ""
         raise _gave_up("decode", self._settings.max_attempts)
 
@@ -277,7 +279,7 @@ class Proxy:
                 continue
             flight.prefill_node = choice.node
             todo = flight.prompt_tokens - choice.cached_tokens
-            node.prefills[flight.rid] = Prefill(flight.rid, todo, choice.cached_tokens)
+            node.prefill.send(Prefill(flight.rid, todo, choice.cached_tokens))
             now = self._clock.now()
             self._s.branch_out.publish(
                 BranchPlaced(
@@ -304,7 +306,7 @@ class Proxy:
                     why = f"{type(error).__name__}: {error}"
                     self._cluster.failed(choice.node)
                 finally:
-                    node.prefills.pop(flight.rid, None)
+                    node.prefill.finished(flight.rid)
             tried.add(choice.node)
             self._retries.labels("prefill").inc()
             self._s.log.info("prefill_moved", rid=flight.rid, node=choice.node, why=why)
@@ -319,6 +321,7 @@ class Proxy:
             connect_timeout_s=CONNECT_S, head_timeout_s=self._settings.prefill_timeout_s,
         )  # fmt: skip
         answer.read_idle_s = self._settings.prefill_timeout_s
+        done = False
         try:
             if answer.status != 200:
                 error = relayed(answer.status, await answer.read(MOST_ERROR_BYTES))
@@ -326,38 +329,33 @@ class Proxy:
                     raise error
                 raise Moved(error.message)
             rest = b""
-            while data := await answer.chunk():
+
+            def heard(data: bytes) -> bool:
+                nonlocal rest
                 *lines, rest = (rest + data).split(b"\n")
                 if len(rest) > MOST_LINE_BYTES:
                     raise BadAnswer(f"{info.node} sent a line without an end")
-                for line in filter(None, lines):
-                    try:
-                        event = _events.decode(line)
-                    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                        raise BadAnswer(f"{info.node} sent what is no event: {error}") from None
-                    if await self._heard(event, info, model, flight, needed):
-                        await self._read_out(answer)
-                        return
+                return any([self._heard(line, info, model, flight, needed) for line in lines if line])
+
+            done = await answer.listen(heard)
         finally:
-            answer.close()
-        raise Moved("the node closed the connection before the prefill was done")
+            if done:  # its end comes by itself, and then its connection can be used again
+                answer.read_idle_s = READ_OUT_S
+            else:
+                answer.close()
+        if not done:
+            raise Moved("the node closed the connection before the prefill was done")
 
-    @staticmethod
-    async def _read_out(answer: Answer) -> None:
-        """Take an answer's end, so that its connection can be used again, if it comes at once."""
-        if not answer.complete:
-            answer.read_idle_s = 0.2
-            with contextlib.suppress(UpstreamError):
-                await answer.read(MOST_LINE_BYTES)
-
-    async def _heard(
-        self, event: PrefillEvent, info: NodeInfo, model: str, flight: Flight, needed: int
-    ) -> bool:
-        """Take one line of a prefill's answer; whether it was the last."""
+    def _heard(self, line: bytes, info: NodeInfo, model: str, flight: Flight, needed: int) -> bool:
+        """Take one line of a prefill's answer; whether it was the last. Raises Moved and BadAnswer."""
+        try:
+            event = _events.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BadAnswer(f"{info.node} sent what is no event: {error}") from None
         if event.event == "started":
             flight.t_prefill_start = self._clock.now()
             if not flight.decode_node:
-                await self._placer.bind(model, flight, needed, set())
+                self._placer.bind_now(model, flight, needed)
         elif event.event == "done":
             flight.t_prefill_end = self._clock.now()
             flight.cached_tokens = event.cached_tokens
@@ -379,11 +377,10 @@ class Proxy:
         node = self._cluster.nodes.get(flight.decode_node)
         if node is None:
             raise Moved("the node left")
-        headers = [pair for pair in exchange.raw_headers if passes_on(pair[0].lower())]
-        headers += [
+        headers: Headers = [
             (b"X-EI-Request-Id", flight.rid.encode()),
             (b"X-EI-Branch", flight.branch.encode()),
-            (b"X-EI-Cached-Tokens", str(flight.cached_tokens).encode()),
+            (b"X-EI-Cached-Tokens", b"%d" % flight.cached_tokens),
         ]
         if flight.salt:
             headers.append((b"X-EI-Salt", flight.salt.encode()))
@@ -391,13 +388,12 @@ class Proxy:
         if source is not None and flight.prefill_node != flight.decode_node:
             headers.append((b"X-EI-KV-Source", source.info.url.encode()))
         with self._s.tracer.phase("decode", flight, node.info):
-            if flight.trace_headers:
-                headers = [pair for pair in headers if pair[0].lower() not in (b"traceparent", b"tracestate")]
-                headers += flight.trace_headers
+            lines = _lines_on(exchange, traced=bool(flight.trace_headers))
+            headers += flight.trace_headers
             try:
                 with node.calling():
                     answer = await self._s.upstream.request(
-                        node.info.url, exchange.method, exchange.target, headers, exchange.body,
+                        node.info.url, exchange.method, exchange.target, headers, exchange.body, lines=lines,
                         connect_timeout_s=CONNECT_S, head_timeout_s=self._settings.stream_timeout_s,
                     )  # fmt: skip
                     try:
@@ -427,17 +423,20 @@ class Proxy:
             flight.t_first_token = self._clock.now()
             self._let_pages_go(flight)
             self._cluster.handed_off(flight.to_pull, flight.t_first_token - flight.t_prefill_end)
-            headers = [pair for pair in answer.raw_headers if pair[0].lower() not in _NOT_PASSED_BACK]
-            headers += [
+            own = [
                 (b"X-EI-Request-Id", flight.rid.encode()),
                 (b"X-EI-Branch", own_name(flight.tenant, flight.branch).encode("latin-1", "replace")),
                 (b"X-EI-Prefill-Node", flight.prefill_node.encode()),
                 (b"X-EI-Decode-Node", flight.decode_node.encode()),
             ]
             if said_yes(exchange.headers.get("x-ei-explain")):
-                headers.append((b"X-EI-Explain", explained(flight).encode()))
+                own.append((b"X-EI-Explain", explained(flight).encode()))
+            answering.headers += own
             answering.begin(
-                answer.status, headers, length=None if streams else answer.length, streaming=streams
+                answer.status,
+                _lines_back(answer),
+                length=None if streams else answer.length,
+                streaming=streams,
             )
 
         tail, size = await answer.splice(exchange, on_first=begins)
@@ -454,6 +453,30 @@ class Proxy:
 def passes_on(name: bytes) -> bool:
     """Whether a client's header (in lower case) goes to a node."""
     return name not in _DROPPED and not name.startswith(_OURS)
+
+
+def _lines_on(exchange: Exchange, traced: bool) -> HeaderLines:
+    """A client's headers for a node; without those of its trace when we have a trace of our own."""
+    kept = exchange.head.derived.get("on")
+    if kept is not None and not traced:
+        return kept
+    dropped = _TRACE if traced else ()
+    names = ((name.lower(), name, value) for name, value in exchange.raw_headers)
+    lines = header_lines(
+        [(name, value) for low, name, value in names if passes_on(low) and low not in dropped]
+    )
+    if not traced:
+        exchange.head.derived["on"] = lines
+    return lines
+
+
+def _lines_back(answer: Answer) -> HeaderLines:
+    """A node's headers for the client."""
+    lines = answer.head.derived.get("back")
+    if lines is None:
+        passed = [pair for pair in answer.raw_headers if pair[0].lower() not in _NOT_PASSED_BACK]
+        lines = answer.head.derived["back"] = header_lines(passed)
+    return lines
 
 
 def _deadline_passed() -> ApiError:

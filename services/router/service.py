@@ -49,7 +49,8 @@ from shared.service import Listener, Service
 from shared.streams import BusError, Event
 
 REGISTRY_S = 0.5
-LINGER_S = 0.002  # for which messages wait for others: a busy router would talk to Redis for each of them
+# For which messages wait for others: a busy router would talk to Redis for each of them.
+BRANCH_LINGER_S, RECORD_LINGER_S, READ_EVERY_S = 0.01, 0.05, 0.01
 CREATED = 1_767_225_600  # 2026-01-01: the models', which clients expect to be told
 _EVERYBODY = Keys.none(admin=True)  # see `check_listen`
 
@@ -104,8 +105,10 @@ class RouterService(Service):
         return _Listeners(server, runner, self.upstream)
 
     async def startup(self) -> None:
-        self.branch_out = self.bus.publisher("branch", self.instance, maxlen=50_000, linger_s=LINGER_S)
-        self.requests_out = self.bus.publisher("requests", self.instance, maxlen=50_000, linger_s=LINGER_S)
+        self.branch_out = self.bus.publisher("branch", self.instance, maxlen=50_000, linger_s=BRANCH_LINGER_S)
+        self.requests_out = self.bus.publisher(
+            "requests", self.instance, maxlen=50_000, linger_s=RECORD_LINGER_S
+        )
         self.spawn(self.branch_out.run(), "publish branch")
         self.spawn(self.requests_out.run(), "publish requests")
         self._reader = self.bus.reader({})
@@ -127,7 +130,7 @@ class RouterService(Service):
             if self._key_file is not None:
                 group.create_task(self._follow_keys(self._key_file))
             while True:
-                await asyncio.sleep(LINGER_S)
+                await asyncio.sleep(READ_EVERY_S)
                 for event in await self._reader.read(1.0):
                     message = event.message
                     if event.stream.startswith(KV_STREAM):

@@ -13,12 +13,15 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import httptools
+
 from services.router.exchange import Exchange
-from services.router.http_messages import folded
+from services.router.http_messages import HeaderLines, HeadSink, folded, tokens_of
 
 if TYPE_CHECKING:
     from services.router.upstream_http import _Connection
 
+MOST_DROPPED_BYTES = 2**16  # of an answer that goes on after what was wanted of it
 QUEUE_BYTES = 2**18  # of an answer that is not spliced and not read; above it the engine is not read
 
 
@@ -42,20 +45,68 @@ class BadAnswer(UpstreamError):
     """Not an HTTP/1.1 answer, or one that is too long for its reader."""
 
 
+class AnswerHead:
+    """An answer's head that passed every check.
+
+    `length`: as announced, None otherwise. `chunked`: how the body is framed. `reusable`: the connection stays open.
+    Equal heads may be one object: nothing of it is changed.
+    """
+
+    __slots__ = ("chunked", "derived", "fields", "length", "raw", "reusable", "status")
+
+    def __init__(self, data: bytes) -> None:
+        """`data` ends with its empty line. Raises BadAnswer."""
+        self.derived: dict[str, HeaderLines] = {}  # as `Head.derived`
+        sink = HeadSink()
+        parser = httptools.HttpResponseParser(sink)
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            raise BadAnswer("the answer changes the protocol") from None
+        except httptools.HttpParserError as error:
+            raise BadAnswer(f"the answer is not valid HTTP/1.1: {error}") from None
+        self.status = status = parser.get_status_code()
+        if data[:7] != b"HTTP/1." or data[7] not in b"01" or not sink.complete or not 100 <= status <= 599:
+            raise BadAnswer("the answer is not HTTP/1.1")
+        if status == 101:
+            raise BadAnswer("the answer changes the protocol")
+        self.raw = sink.headers(data)
+        self.fields = fields = folded(self.raw)  # lower-case names, equal ones joined by ", "
+        self.length: int | None = None
+        self.chunked = False
+        if status < 200:
+            return
+        http11 = data[7] == 49
+        options = tokens_of(fields.get("connection", ""))
+        self.reusable = "close" not in options and (http11 or "keep-alive" in options)
+        length, coding = fields.get("content-length"), fields.get("transfer-encoding")
+        if length is not None:
+            if coding is not None or not (length.isascii() and length.isdigit() and len(length) < 19):
+                raise BadAnswer("the answer's length is ambiguous")
+            self.length = int(length)
+        if coding is not None:
+            if coding.lower() != "chunked" or not http11:
+                raise BadAnswer(f"Transfer-Encoding: {coding} is not supported")
+            self.chunked = True
+
+
 class Answer:
-    """An answer whose head has come. Read it (`read`, `chunk`) or `splice` it, one at a time; then `close` it."""
+    """An answer whose head has come. Read it (`read`, `chunk`), `listen` to it or `splice` it, one at a time; then
+    `close` it.
+    """
 
     __slots__ = (
-        "_complete", "_conn", "_end", "_error", "_exchange", "_keep_tail", "_on_first", "_parts", "_queued",
-        "_spliced", "_tail", "_tail_bytes", "_total", "_waiter", "headers", "length", "raw_headers", "read_idle_s",
-        "status",
+        "_complete", "_conn", "_end", "_error", "_exchange", "_heard", "_keep_tail", "_listening", "_on_first",
+        "_parts", "_queued", "_spliced", "_tail", "_tail_bytes", "_total", "_waiter", "head", "headers", "length",
+        "raw_headers", "read_idle_s", "status",
     )  # fmt: skip
 
-    def __init__(self, conn: _Connection, status: int, raw: list[tuple[bytes, bytes]], idle_s: float) -> None:
-        self.status = status
-        self.raw_headers = raw
-        self.headers = folded(raw)  # lower-case names, equal ones joined by ", "
-        self.length: int | None = None  # as announced, of an answer to HEAD too; None otherwise
+    def __init__(self, conn: _Connection, head: AnswerHead, idle_s: float) -> None:
+        self.head = head
+        self.status = head.status
+        self.raw_headers = head.raw
+        self.headers = head.fields
+        self.length = head.length  # as announced, of an answer to HEAD too; None otherwise
         self.read_idle_s = idle_s
         self._conn = conn
         self._complete = False
@@ -65,6 +116,8 @@ class Answer:
         self._waiter: asyncio.Future[None] | None = None
         self._exchange: Exchange | None = None
         self._spliced: asyncio.Future[tuple[bytes, int]] | None = None
+        self._heard: Callable[[bytes], bool] | None = None
+        self._listening: asyncio.Future[bool] | None = None
 
     def __enter__(self) -> Answer:
         return self
@@ -119,6 +172,43 @@ class Answer:
             await self._waiter
         finally:
             self._waiter = None
+
+    def listen(self, heard: Callable[[bytes], bool]) -> asyncio.Future[bool]:
+        """Call `heard` with the bytes as they come, until it says that it has enough: then True, else False at the end.
+
+        Raises what `heard` raises, and UpstreamError when the answer breaks off. What comes after enough is dropped.
+        """
+        assert self._exchange is None and self._waiter is None
+        self._listening = listening = asyncio.get_running_loop().create_future()
+        self._heard = heard
+        parts, self._parts = self._parts, deque()
+        self._queued = 0
+        for data in parts:
+            self._hear(data)
+        if self._complete:
+            self.finish()
+        elif self._error is not None:
+            self.break_off(self._error)
+        else:
+            self._conn.resume()
+        return listening
+
+    def _hear(self, data: bytes) -> None:
+        listening, heard = self._listening, self._heard
+        assert listening is not None and heard is not None
+        if listening.done():
+            self._queued += len(data)
+            if self._queued > MOST_DROPPED_BYTES:
+                self._conn.fail(UpstreamClosed("the answer went on after what was wanted of it"))
+            return
+        try:
+            enough = heard(data)
+        except Exception as error:
+            listening.set_exception(error)
+            self._conn.fail(UpstreamClosed("the answer was closed by its reader"))
+            return
+        if enough:
+            listening.set_result(True)
 
     def splice(
         self,
@@ -201,6 +291,9 @@ class Answer:
         exchange = self._exchange
         size = len(data)
         if exchange is None:
+            if self._listening is not None:
+                self._hear(data)
+                return
             self._parts.append(data)
             self._queued += size
             if self._queued >= QUEUE_BYTES:
@@ -240,6 +333,9 @@ class Answer:
         self._complete = True
         if self._exchange is not None:
             self._end_splice()
+        elif self._listening is not None:
+            if not self._listening.done():
+                self._listening.set_result(False)
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -247,5 +343,8 @@ class Answer:
         self._error = error
         if self._exchange is not None:
             self._break_splice(error)
+        elif self._listening is not None:
+            if not self._listening.done():
+                self._listening.set_exception(error)
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

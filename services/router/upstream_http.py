@@ -16,7 +16,6 @@ import math
 import urllib.parse
 from typing import cast
 
-import httptools
 import msgspec
 
 from services.router.exchange import FRAMING, JOIN_BYTES
@@ -24,13 +23,13 @@ from services.router.http import no_delay
 from services.router.http_messages import (
     BadFraming,
     Dechunk,
+    HeaderLines,
     Headers,
-    HeadSink,
     check_head,
-    tokens_of,
 )
 from services.router.upstream_answer import (
     Answer,
+    AnswerHead,
     BadAnswer,
     ConnectError,
     UpstreamClosed,
@@ -41,6 +40,8 @@ from services.router.upstream_answer import (
 _OWN = FRAMING | {b"host"}
 _BODY_METHODS = frozenset(("POST", "PUT", "PATCH"))
 _NEVER = math.inf
+_NO_LINES = HeaderLines()
+MOST_KEPT_HEADS, MOST_KEPT_HEAD = 256, 1024  # answers' heads that are kept read, and bytes of one
 
 # What a connection does.
 _IDLE, _HEAD, _BODY, _CLOSED = range(4)
@@ -188,44 +189,19 @@ class _Connection(asyncio.Protocol):
             if rest:
                 self._take_head(rest)
 
-    def _begin(self, head: bytes, rest: bytes) -> bytes | None:
-        """Read a head; what follows it if it was interim, else None. Raises BadAnswer."""
-        sink = HeadSink()
-        parser = httptools.HttpResponseParser(sink)
-        try:
-            parser.feed_data(head)
-        except httptools.HttpParserUpgrade:
-            raise BadAnswer("the answer changes the protocol") from None
-        except httptools.HttpParserError as error:
-            raise BadAnswer(f"the answer is not valid HTTP/1.1: {error}") from None
-        status = parser.get_status_code()
-        if head[:7] != b"HTTP/1." or head[7] not in b"01" or not sink.complete or not 100 <= status <= 599:
-            raise BadAnswer("the answer is not HTTP/1.1")
-        if status < 200:
-            if status == 101:
-                raise BadAnswer("the answer changes the protocol")
+    def _begin(self, data: bytes, rest: bytes) -> bytes | None:
+        """Take a whole head; what follows it if it was interim, else None. Raises BadAnswer."""
+        head = self._pool.head(data)
+        if head.status < 200:
             return rest
-        answer = Answer(self, status, sink.headers(head), self._pool.limits.read_idle_s)
-        fields = answer.headers
-        length, coding = fields.get("content-length"), fields.get("transfer-encoding")
-        connection = fields.get("connection")
-        if head[7] == 49:
-            self._reusable = connection is None or "close" not in tokens_of(connection)
-        else:
-            options = tokens_of(connection or "")
-            self._reusable = "keep-alive" in options and "close" not in options
-        if length is not None:
-            if coding is not None or not (length.isascii() and length.isdigit() and len(length) < 19):
-                raise BadAnswer("the answer's length is ambiguous")
-            answer.length = int(length)
-        if self._head_request or status == 204 or status == 304:
+        answer = Answer(self, head, self._pool.limits.read_idle_s)
+        self._reusable = head.reusable
+        if self._head_request or head.status == 204 or head.status == 304:
             self._mode, self._left = _LENGTH, 0
-        elif coding is not None:
-            if coding.lower() != "chunked" or head[7] != 49:
-                raise BadAnswer(f"Transfer-Encoding: {coding} is not supported")
+        elif head.chunked:
             self._mode, self._dechunk = _CHUNKS, Dechunk()
-        elif answer.length is not None:
-            self._mode, self._left = _LENGTH, answer.length
+        elif head.length is not None:
+            self._mode, self._left = _LENGTH, head.length
         else:
             self._mode, self._reusable = _CLOSE, False
         self._held = b""
@@ -346,6 +322,9 @@ class Upstream:
         self.limits = limits or UpstreamLimits()
         self.connections: set[_Connection] = set()
         self._origins: dict[str, _Origin] = {}
+        self._heads: dict[
+            bytes, AnswerHead
+        ] = {}  # an engine's heads differ in little but the second of their date
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -359,17 +338,19 @@ class Upstream:
         *,
         connect_timeout_s: float,
         head_timeout_s: float | None,
+        lines: HeaderLines = _NO_LINES,
     ) -> Answer:
         """Send a request; return once its answer's head is there.
 
-        Host and the framing headers are set here, a caller's are dropped. Raises UpstreamError, also for an
+        Host and the framing headers are set here, a caller's are dropped. `lines`: headers that are ready to be sent,
+        none of them of these. Raises UpstreamError, also for an
         address that is none, and ValueError for what cannot be sent.
         """
         try:
             origin = self._origins.get(url_base) or self._origin(url_base)
         except ValueError as error:
             raise ConnectError(str(error)) from None
-        head = _request_head(origin, method, target, headers, body)
+        head = _request_head(origin, method, target, headers, body, lines)
         head_request = method == "HEAD"
         idle = origin.idle
         while idle:
@@ -448,6 +429,17 @@ class Upstream:
 
     # -- for connections
 
+    def head(self, data: bytes) -> AnswerHead:
+        """A whole head, read. Raises BadAnswer."""
+        head = self._heads.get(data)
+        if head is None:
+            head = AnswerHead(data)
+            if len(data) <= MOST_KEPT_HEAD:
+                if len(self._heads) >= MOST_KEPT_HEADS:
+                    self._heads.clear()
+                self._heads[data] = head
+        return head
+
     def keeps(self, origin: _Origin) -> bool:
         return not self._closed and len(origin.idle) < self.limits.max_idle
 
@@ -455,12 +447,16 @@ class Upstream:
         self.connections.discard(conn)
 
 
-def _request_head(origin: _Origin, method: str, target: bytes, headers: Headers, body: bytes) -> bytes:
+def _request_head(
+    origin: _Origin, method: str, target: bytes, headers: Headers, body: bytes, ready: HeaderLines
+) -> bytes:
     target = origin.prefix + target
     if not method.isalpha() or not target.startswith(b"/") or b" " in target:
         raise ValueError(f"{method} {target!r} is no request")
-    parts = [b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method.encode("ascii"), target, origin.authority)]
-    lines = 3
+    parts = [
+        b"%b %b HTTP/1.1\r\nhost: %b\r\n%b" % (method.encode("ascii"), target, origin.authority, ready.text)
+    ]
+    lines = 3 + ready.lines
     for name, value in headers:
         if name.lower() not in _OWN:
             parts += (name, b": ", value, b"\r\n")
