@@ -37,7 +37,9 @@ _LOG_BITS = (2 * MAX_NODES).bit_length() - 1
 _WAITING_PAGES = 8192  # stored pages that wait, at most
 _MATCH_PAGES = 2048  # of a path looked up at a time
 _SCAN_ROWS = 1 << 18  # of the table read at a time
+_MOST_RUNS = 32  # of one set in a path, that are looked at one by one
 _FIRST_BITS = np.array(0x5555_5555_5555_5555, dtype=np.uint64)  # of each slot's two
+_ALL_FIRST = int.from_bytes(b"\x55" * _SET_BYTES, "little")
 _SHIFTS = [np.array(offset, dtype=np.uint64) for offset in range(2)]
 Shift = npt.NDArray[np.uint64]  # of no dimension
 
@@ -120,10 +122,13 @@ class _Sets:
 
 
 class KvIndex:
-    """Pages by node and tier. Tiers other than L1 and L2 are a ValueError, as is a 129th node."""
+    """Pages by node and tier. Tiers other than L1 and L2 are a ValueError, as is a 129th node.
 
-    def __init__(self) -> None:
-        self._table = PageTable()
+    `table`: where pages have their rows, a new and empty one of one column.
+    """
+
+    def __init__(self, table: PageTable | None = None) -> None:
+        self._table = PageTable() if table is None else table
         self._sets = _Sets()
         self._pages = 0
         self._slots: dict[str, int] = {}
@@ -368,6 +373,9 @@ class KvIndex:
         self._settle()
         if not self._slots:
             return {}
+        found = self._leading_of_few(path, int(low), int(high))
+        if found is not None:
+            return found
         used = 1 + 2 * max(self._slots.values()) // 64
         sets = self._sets.words[:used]
         alive = _words((1 << 2 * MAX_NODES) - 1)[:used]
@@ -400,6 +408,36 @@ class KvIndex:
             return {}
         pages = totals[::2].astype(np.int64).tolist()
         return {node: pages[slot] for node, slot in self._slots.items() if pages[slot]}
+
+    def _leading_of_few(self, path: PageArray, low: int, high: int) -> dict[str, int] | None:
+        """The same, set by set; None when the path has too many runs of one set for that."""
+        masks, names = self._sets.masks, self._names
+        found: dict[str, int] = {}
+        alive = -1  # nodes that hold all pages so far: the first bits of their slots
+        left = _MOST_RUNS
+        for at in range(0, path.size, _MATCH_PAGES):
+            numbers = self._table.columns[0][self._table.find(path[at : at + _MATCH_PAGES])]
+            ends = (numbers[1:] != numbers[:-1]).nonzero()[0]
+            left -= ends.size + 1
+            if left < 0:
+                return None
+            begins = [0, *(ends + 1).tolist()]
+            for begin, number in zip(begins, numbers[begins].tolist(), strict=True):
+                mask = masks[number]
+                held = (mask >> low | mask >> high) & _ALL_FIRST & alive
+                gone = alive ^ held if alive >= 0 else 0  # at the very first, the others hold nothing
+                while gone:
+                    last = gone.bit_length() - 1
+                    found[names[last >> 1]] = at + begin
+                    gone ^= 1 << last
+                alive = held
+                if not alive:
+                    return found
+        while alive > 0:
+            last = alive.bit_length() - 1
+            found[names[last >> 1]] = path.size
+            alive ^= 1 << last
+        return found
 
     def _scan(self, wanted: npt.NDArray[np.bool_]) -> PageArray:
         """The pages whose set is wanted (bool[sets])."""

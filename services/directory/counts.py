@@ -72,8 +72,8 @@ class _NodeCounts:
     evicted page is one comparison.
     """
 
-    def __init__(self) -> None:
-        self.rows = PageTable(3)
+    def __init__(self, rows: PageTable) -> None:
+        self.rows = rows  # of three columns
         self.touched: list[PageArray] = []  # pages whose R may differ from what was last taken
         self._distinct = False  # they are, and have rows
         self._positive = 0  # pages with R > 0 when they were last taken
@@ -149,9 +149,16 @@ class _NodeCounts:
 
 
 class Counts:
-    """R, C and pending moves. `index` says what nodes hold, `path` gives a branch's current path."""
+    """R, C and pending moves. `index` says what nodes hold, `path` gives a branch's current path, `table` a new and
+    empty table of three columns for a node's counts."""
 
-    def __init__(self, index: KvIndex, path: Callable[[str], PageArray]) -> None:
+    def __init__(
+        self,
+        index: KvIndex,
+        path: Callable[[str], PageArray],
+        table: Callable[[], PageTable] = lambda: PageTable(3),
+    ) -> None:
+        self._table = table
         self._index = index
         self._path = path
         self._nodes: dict[str, _NodeCounts] = {}
@@ -386,7 +393,7 @@ class Counts:
     def _node(self, node: str) -> _NodeCounts:
         counts = self._nodes.get(node)
         if counts is None:
-            counts = self._nodes[node] = _NodeCounts()
+            counts = self._nodes[node] = _NodeCounts(self._table())
         return counts
 
     def _leave_every_path(self, node: str, page: int) -> None:

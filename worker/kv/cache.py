@@ -17,16 +17,18 @@ Rules that hold here
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from shared.messages import PageArray, Tier
+from shared.pages import DIGEST_BYTES
 from worker.kv.counts import CountFlags
 from worker.kv.eviction import Eviction
 from worker.kv.memory import KvMemory
 from worker.kv.path import Path, Slots
-from worker.kv.pool import Flags, PagePool
+from worker.kv.pool import DictIndex, Flags, PagePool, SlotIndex
 
 
 class KvChange(NamedTuple):
@@ -64,15 +66,23 @@ class NodeCache:
     """Both tiers of one node. The slots of L2 follow those of L1 in the arena."""
 
     def __init__(
-        self, l1_pages: int, l2_pages: int, *, eviction: Eviction = "count", memory: KvMemory | None = None
+        self,
+        l1_pages: int,
+        l2_pages: int,
+        *,
+        eviction: Eviction = "count",
+        memory: KvMemory | None = None,
+        index: Callable[[], SlotIndex] = DictIndex,
+        key_bytes: int = DIGEST_BYTES,
     ) -> None:
+        """`index`, `key_bytes`: of each tier's `PagePool`."""
         if l1_pages < 1 or l2_pages < 0:
             raise ValueError(f"a node needs at least 1 page in L1 and 0 in L2, not {l1_pages} and {l2_pages}")
         self.l1_pages = l1_pages
         self.l2_pages = l2_pages
         self._memory = memory
-        self._l1 = PagePool(l1_pages, "lru")
-        self._l2 = PagePool(l2_pages, eviction)
+        self._l1 = PagePool(l1_pages, "lru", index(), key_bytes)
+        self._l2 = PagePool(l2_pages, eviction, index(), key_bytes)
         self._room = 0
         self._counts = CountFlags(self._l2)
         self._changes: list[KvChange] = []

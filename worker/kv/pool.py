@@ -7,19 +7,20 @@ Rules that hold here
   used again before the last pin has ended.
 - No bytes here and no clock.
 
-The index is a dictionary: pages come one by one from decode as often as thousands at a time, and a numpy table, which
-is a little faster for thousands, costs more than everything else together for one.
+The index is a dictionary, unless its owner knows a better one: pages come one by one from decode as often as thousands
+at a time, and a numpy table, which is a little faster for thousands, costs more than everything else together for one.
 """
 
 from __future__ import annotations
 
 from itertools import repeat
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from shared.messages import PageArray
+from shared.pages import DIGEST_BYTES
 from worker.kv.eviction import Eviction, EvictionOrder
 from worker.kv.path import Keys, Path, Slots
 
@@ -34,15 +35,53 @@ class Victims(NamedTuple):
     silent: Flags  # which of them nobody was told of
 
 
+class SlotIndex(Protocol):
+    """Pages to slots. Its length is the number of pages."""
+
+    def __len__(self) -> int: ...
+
+    def find(self, pages: PageArray) -> Slots:
+        """intp[n]: the slot of each page (int64[n]), -1 where it has none."""
+
+    def put(self, pages: PageArray, slots: Slots) -> None:
+        """Pages that have none have these slots now."""
+
+    def drop(self, pages: PageArray) -> None:
+        """Pages that have slots have none now."""
+
+
+class DictIndex:
+    """For pages of any name."""
+
+    def __init__(self) -> None:
+        self._slot_of: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def find(self, pages: PageArray) -> Slots:
+        return np.fromiter(map(self._slot_of.get, pages.tolist(), repeat(-1)), np.intp, pages.size)
+
+    def put(self, pages: PageArray, slots: Slots) -> None:
+        self._slot_of.update(zip(pages.tolist(), slots.tolist(), strict=True))
+
+    def drop(self, pages: PageArray) -> None:
+        for page in pages.tolist():
+            del self._slot_of[page]
+
+
 class PagePool:
     """`slots` pages of room."""
 
-    def __init__(self, slots: int, eviction: Eviction) -> None:
+    def __init__(
+        self, slots: int, eviction: Eviction, index: SlotIndex | None = None, key_bytes: int = DIGEST_BYTES
+    ) -> None:
+        """`key_bytes` 0: pages have no keys beyond their names."""
         self.slots = slots
         self.order = EvictionOrder(max(1, slots), eviction)
         self.page_of: PageArray = np.zeros(slots, dtype=np.int64)
-        self.keys: Keys = np.zeros((slots, 32), dtype=np.uint8)
-        self._slot_of: dict[int, int] = {}
+        self.keys: Keys = np.zeros((slots, key_bytes), dtype=np.uint8)
+        self._index: SlotIndex = DictIndex() if index is None else index
         self._indexed: Flags = np.zeros(slots, dtype=np.bool_)
         self._silent: Flags = np.zeros(slots, dtype=np.bool_)
         self._free: Slots = np.arange(slots - 1, -1, -1, dtype=np.intp)  # a stack, its top last
@@ -53,7 +92,7 @@ class PagePool:
 
     def __len__(self) -> int:
         """Pages held."""
-        return len(self._slot_of)
+        return len(self._index)
 
     @property
     def free_slots(self) -> int:
@@ -71,7 +110,7 @@ class PagePool:
 
     def find(self, pages: PageArray) -> Slots:
         """intp[n]: the slot of each page (int64[n]), -1 where it is not held."""
-        return np.fromiter(map(self._slot_of.get, pages.tolist(), repeat(-1)), np.intp, pages.size)
+        return self._index.find(pages)
 
     def find_keys(self, path: Path) -> Slots:
         """`find`, with -1 also for a page of the same name and another key."""
@@ -123,7 +162,7 @@ class PagePool:
         self.taken_slots -= slots.size
         self.page_of[slots] = path.pages
         self.keys[slots] = path.keys
-        self._slot_of.update(zip(path.pages.tolist(), slots.tolist(), strict=True))
+        self._index.put(path.pages, slots)
         self._indexed[slots] = True
         self._silent[slots] = silent
         self.order.add(slots, counted)
@@ -148,6 +187,5 @@ class PagePool:
     def _forget(self, slots: Slots) -> None:
         if not slots.size:
             return
-        for page in self.page_of[slots].tolist():
-            del self._slot_of[page]
+        self._index.drop(self.page_of[slots])
         self._indexed[slots] = False

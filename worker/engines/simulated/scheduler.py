@@ -296,7 +296,8 @@ class Scheduler:
                 if not self._take_room(first):
                     return
                 first = None
-            lease = self._lease(request, request.prompt // self._page)
+            # One that came with room of its own has it already.
+            lease = request.lease or self._lease(request, request.prompt // self._page)
             if lease is None:
                 return
             self._waiting.popleft()
