@@ -25,6 +25,7 @@ from loadtest.replay import Plan, Replay
 from loadtest.report import Report, check_writable, print_report, write_report
 from loadtest.trace_stats import print_stats
 from loadtest.traces import InnerT, TraceError
+from loadtest.workloads.agents import Workload
 from shared.config import ConfigError, Doc, load
 
 DEMO = Path(__file__).parent / "data" / "demo.jsonl.gz"
@@ -72,8 +73,11 @@ class ReplaySettings(msgspec.Struct, kw_only=True):
 
 class GenerateSettings(msgspec.Struct, kw_only=True):
     out: Annotated[str, Doc("file to write: .jsonl, .jsonl.gz or .jsonl.xz")]
+    workload: Annotated[Workload, Doc("kind of agents")] = "claude-code"
     sessions: Annotated[int, Doc("agents' sessions")] = 50
-    steps: Annotated[float, Doc("mean requests of a session's main branch")] = 69.0
+    steps: Annotated[
+        float | None, Doc("mean requests of a session's main branch (default: the workload's)")
+    ] = None
     context_scale: Annotated[float, Doc("factor on the contexts' lengths")] = 1.0
     max_pause: Annotated[float | None, Doc("cap on recorded pauses, seconds")] = None
     seed: Annotated[int, Doc("equal seeds give equal files")] = 0
@@ -81,7 +85,7 @@ class GenerateSettings(msgspec.Struct, kw_only=True):
     def __post_init__(self) -> None:
         if self.sessions < 1:
             raise ValueError(f"sessions must be at least 1, not {self.sessions}")
-        if not 1 <= self.steps <= 10_000:
+        if self.steps is not None and not 1 <= self.steps <= 10_000:
             raise ValueError(f"steps must be 1 to 10000, not {self.steps}")
         if not 0.02 <= self.context_scale <= 10:
             raise ValueError(f"context-scale must be 0.02 to 10, not {self.context_scale}")
@@ -158,6 +162,7 @@ def generate(argv: Sequence[str]) -> int:
             summary="Write a synthetic agent trace in Weka's format and print its statistics.",
         )
         shape = Shape(
+            workload=settings.workload,
             sessions=settings.sessions,
             steps=settings.steps,
             context_scale=settings.context_scale,

@@ -204,7 +204,7 @@ def _detect(raw: bytes, inner_t: InnerT) -> tuple[str, Callable[[bytes, str], Se
     except msgspec.ValidationError:
         raise _BadRecord(f"not a trace: a record is a JSON object. Known formats: {_KNOWN}") from None
     if {"requests", "block_size"} <= keys:
-        return "Weka", lambda text, where: _weka(text, inner_t)
+        return "Weka", lambda text, where: read_weka(text, inner_t)
     if {"num_turns", "input_prompt_length"} <= keys:
         return "Trie", _trie
     if {"timestamp", "input_length", "hash_ids"} <= keys:
@@ -218,7 +218,8 @@ def _detect(raw: bytes, inner_t: InnerT) -> tuple[str, Callable[[bytes, str], Se
 _weka_decoder = msgspec.json.Decoder(_WekaRecord)
 
 
-def _weka(raw: bytes, inner_t: InnerT) -> Session | None:
+def read_weka(raw: bytes, inner_t: InnerT) -> Session | None:
+    """The session of one Weka record, None when it has no request. Raises _BadRecord and msgspec's errors."""
     record = _weka_decoder.decode(raw)
     if record.block_size < 1:
         raise _BadRecord(f"block_size is {record.block_size}, it must be at least 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from loadtest.formats import read_trace
 from loadtest.generate import GenerateError, Shape, sessions, write_trace
 from loadtest.trace_stats import COMPACTION_DROP_TOKENS, trace_stats
 from loadtest.traces import Trace, common_blocks
+from loadtest.workloads.agents import Agents
 
 DEMO = Path(loadtest.__file__).parent / "data" / "demo.jsonl.gz"
 
@@ -123,6 +125,17 @@ def test_the_command_prints_statistics(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(read_trace(path).sessions) == 2
 
 
+def test_the_command_writes_other_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--sessions", "3", "--seed", "2", "--workload", "putnam"]
+    assert command.generate(["--out", str(tmp_path / "t.jsonl"), *argv]) == 0
+    assert "output tokens" in capsys.readouterr().out
+    read = read_trace(tmp_path / "t.jsonl").sessions
+    wanted = [Agents(workload="putnam", seed=2).session(n) for n in range(3)]
+    assert [s.id for s in read] == [s.id for s in wanted] and [s.requests for s in read] == [
+        s.requests for s in wanted
+    ]
+
+
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
@@ -132,6 +145,7 @@ def test_the_command_prints_statistics(tmp_path: Path, capsys: pytest.CaptureFix
         (["--out", "t.jsonl", "--steps", "nan"], "steps must be"),
         (["--out", "t.jsonl", "--seed", "-1"], "seed must be"),
         (["--out", "t.jsonl", "--size", "3"], "--size"),
+        (["--out", "t.jsonl", "--workload", "swe"], "claude-code | codex | osworld | putnam"),
         ([], "--out"),
     ],
 )
@@ -167,3 +181,9 @@ def test_the_bundled_trace_suits_a_demo() -> None:
     assert stats.sessions == 12 and stats.requests == 295
     assert stats.compactions >= 2 and stats.subagents >= 10
     assert stats.largest_prompt_tokens < 60_000
+
+
+def test_the_bundled_trace_can_be_made_again() -> None:
+    """By the command in its README, bit for bit but for the compressor."""
+    shape = Shape(sessions=12, steps=15, context_scale=0.25, max_pause_s=200.0, seed=50)
+    assert gzip.decompress(DEMO.read_bytes()).splitlines() == list(sessions(shape))
