@@ -283,7 +283,7 @@ class KvIndex:
         self._waiting_pages -= pages.size
         slots, fresh = self._table.insert_told(pages)
         every = np.repeat(np.array(bits, dtype=np.int64), [part.size for part in parts])
-        if fresh:
+        if fresh or _ascend(slots):
             self._add(slots, every)
             return
         # Where two parts have a page, one after the other.
@@ -299,10 +299,14 @@ class KvIndex:
 
     def _add(self, slots: Slots, bits: npt.NDArray[np.int64]) -> None:
         """Distinct pages, at these slots, get each its bit, where it lacks it."""
+        if not slots.size:
+            return
         column, sets = self._table.columns[0], self._sets
-        kinds, kind, counts = np.unique(
-            column[slots].astype(np.int64) << _LOG_BITS | bits, return_inverse=True, return_counts=True
-        )
+        each_kind = column[slots].astype(np.int64) << _LOG_BITS | bits
+        if np.count_nonzero(each_kind == each_kind[:1]) == each_kind.size:
+            kinds, kind, counts = each_kind[:1], None, np.array([each_kind.size])
+        else:
+            kinds, kind, counts = np.unique(each_kind, return_inverse=True, return_counts=True)
         become: list[int] = []
         moves: list[tuple[int, int, int]] = []
         for each, count in zip(kinds.tolist(), counts.tolist(), strict=True):
@@ -317,7 +321,7 @@ class KvIndex:
             if not old:
                 self._pages += count
         sets.move_all(moves)
-        column[slots] = np.array(become, dtype=np.int32)[kind]
+        column[slots] = np.array(become, dtype=np.int32)[kind] if kind is not None else become
 
     def _take(self, bit: int, slots: Slots, pages: PageArray) -> tuple[int, PageArray]:
         """Pages, at these slots, lose the bit. How many had it, and those that now have neither of its node's two."""
@@ -473,6 +477,11 @@ class KvIndex:
         self._table.shrink(self._pages)
         if self._sets.sparse():
             self._renumber(self._sets.renumber())
+
+
+def _ascend(slots: Slots) -> bool:
+    """Whether each slot is above the one before, as those of new pages and of paths mostly are: then they are distinct."""
+    return np.count_nonzero(slots[1:] > slots[:-1]) == slots.size - 1
 
 
 def _offset(tier: Tier) -> int:

@@ -53,6 +53,7 @@ class Pending(NamedTuple):
 
     node: str
     held: int  # leading pages of the path that it held when last asked
+    last: bool = False  # it held the path's last page then, which mostly comes last
 
 
 class NodeChanges(NamedTuple):
@@ -120,7 +121,7 @@ class _NodeCounts:
         self.touched = []
         slots = self.rows.find(pages)
         if not self._distinct:
-            slots = np.unique(slots)
+            slots = _distinct(slots)
             if slots.size and slots[0] < 0:
                 slots = slots[1:]
         now, taken, depth = self.rows.columns
@@ -316,9 +317,18 @@ class Counts:
         counts.touch(hashes)
         self._changed(node, hashes.size)
 
-    def stored(self, node: str) -> None:
-        """The node has more pages than before: settle the moves that waited for them."""
-        for branch, phase in list(self._awaited.get(node, ())):
+    def stored(self, node: str, pages: PageArray | None = None) -> None:
+        """The node has more pages than before, these (int64[n]) if they are given: settle the moves that waited for
+        them."""
+        awaited = self._awaited.get(node)
+        if not awaited:
+            return
+        new = None if pages is None else set(pages.tolist())
+        for branch, phase in list(awaited):
+            if new is not None and not self._pending[branch, phase].last:
+                path = self._path(branch)
+                if path.size and int(path[-1]) not in new:
+                    continue
             self._check(branch, phase)
 
     def drop_node(self, node: str) -> None:
@@ -446,12 +456,15 @@ class Counts:
         """Settle the move if its target holds the whole path: Release(β, m) on the others of the phase."""
         pending = self._pending[branch, phase]
         path = self._path(branch)
+        if path.size and not self._index.holds(pending.node, path[-1:])[0]:
+            self._pending[branch, phase] = pending._replace(last=False)
+            return
         held = self._leading(pending.node, path, min(pending.held, path.size))
         # Pages seen there earlier may have left since.
         if held == path.size and pending.held:
             held = self._leading(pending.node, path, 0)
         if held < path.size:
-            self._pending[branch, phase] = pending._replace(held=held)
+            self._pending[branch, phase] = pending._replace(held=held, last=True)
             return
         self._cancel(branch, phase)
         for node, counted in list(self.of(branch).items()):
@@ -465,6 +478,16 @@ class Counts:
             if not held.all():
                 return start + int(np.argmin(held))
         return path.size
+
+
+def _distinct(slots: Slots) -> Slots:
+    """The slots, each once, in order. Most are runs, in order already."""
+    if slots.size and np.count_nonzero(slots[1:] > slots[:-1]) == slots.size - 1:
+        return slots
+    slots = np.sort(slots)
+    first = np.ones(slots.size, dtype=np.bool_)
+    np.not_equal(slots[1:], slots[:-1], out=first[1:])
+    return slots[first]
 
 
 def _without(depths: range, holes: Container[int]) -> npt.NDArray[np.int32]:

@@ -191,7 +191,6 @@ class NodeCache:
                 break
             l1.order.unpin(present)  # a page was not what it should be: the path held is shorter now
         self._room += total_pages - held.size
-        l1.order.touch(slots)
         self._touch_host(held)
         return Lease(slots, total_pages - held.size, restored)
 
@@ -324,7 +323,6 @@ class NodeCache:
         """Pin those of the pages that L2 holds, until `let_go` of what this returns. An access."""
         slots = self._l2.find(pages)
         slots = slots[slots >= 0]
-        self._l2.order.touch(slots)
         self._l2.order.pin(slots)
         return slots
 
@@ -430,7 +428,6 @@ class NodeCache:
         length = int(gone[0]) if gone.size else len(path)
         slots[length:] = -1
         lent = slots[:length]
-        self._l2.order.touch(lent[lent >= self.l1_pages] - self.l1_pages)
         self._l2.order.pin(lent[lent >= self.l1_pages] - self.l1_pages)
         self._l1.order.pin(lent[lent < self.l1_pages])
         return slots, lent

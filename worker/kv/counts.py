@@ -47,8 +47,9 @@ class CountFlags:
     def set(self, positive: PageArray, zero: PageArray) -> None:
         """Pages (int64[n]) whose count became positive, and zero."""
         self._let_go(zero)
-        for page in positive.tolist() if self._follows else ():
-            self._follows.pop(page, None)
+        if self._follows:
+            for page in self._concerned(positive):
+                self._follows.pop(page, None)
         self._set_positive(positive)
         slots = self._host.find(zero)
         self._host.order.set_counted(slots[slots >= 0], False)
@@ -111,7 +112,7 @@ class CountFlags:
         if not self._follows:
             return
         gone: list[int] = []
-        for page in pages.tolist():
+        for page in self._concerned(pages):
             self._follows.pop(page, None)
             for follower in self._followers.pop(page, ()):
                 if self._follows.get(follower) == page:
@@ -119,6 +120,11 @@ class CountFlags:
                     gone.append(follower)
         slots = self._host.find(np.array(gone, dtype=np.int64))
         self._host.order.set_counted(slots[slots >= 0], False)
+
+    def _concerned(self, pages: PageArray) -> list[int]:
+        """Those of the pages that follow or are followed: as a rule few of many."""
+        listed = pages.tolist()
+        return sorted(self._follows.keys() & listed | self._followers.keys() & listed)
 
     def _are_absent(self, pages: PageArray) -> Flags:
         absent = self._absent

@@ -64,7 +64,10 @@ class Scheduler:
         phase: Phase = Phase.BOTH,
         epoch: int = 0,
         now: float = 0.0,
+        write_at_end: bool = False,
     ) -> None:
+        """`write_at_end`: what a decode adds enters the cache when the request ends, all at once."""
+        self._write_at_end = write_at_end
         self.profile = profile
         self.cache = cache
         self.role = PhaseChange(phase, epoch, profile.switch_s)
@@ -517,9 +520,10 @@ class Scheduler:
         before = request.produced
         request.iterations += iterations
         request.produced = min(request.output, request.decoded + request.iterations * self._acc // _MILLI)
-        # The newest token has no KV before the next iteration.
-        self._write(request, request.prompt + request.produced - 1)
         done = request.produced == request.output
+        if done or not self._write_at_end:
+            # The newest token has no KV before the next iteration.
+            self._write(request, request.prompt + request.produced - 1)
         if done:
             self._batch.remove(request)
             self._end(request)
