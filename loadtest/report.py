@@ -165,8 +165,8 @@ def seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 10 else f"{value:.3f} s" if value >= 0.1 else f"{1000 * value:.2f} ms"
 
 
-def print_report(report: Report, console: Console) -> None:
-    head = Table(title="Replay", show_header=False, title_justify="left")
+def print_report(report: Report, console: Console, title: str = "Replay") -> None:
+    head = Table(title=title, show_header=False, title_justify="left")
     head.add_column(style="bold")
     head.add_column()
     head.add_row("trace", f"{report.trace} ({report.trace_format})")

@@ -29,6 +29,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "worker": ("worker.agent.__main__", "main", "run one node with its engine"),
     "replay": ("loadtest.command", "replay", "replay an agent trace against a router"),
     "generate": ("loadtest.command", "generate", "write a synthetic agent trace"),
+    "simulate": (
+        "loadtest.simulate.command",
+        "main",
+        "run a trace on a simulated cluster, ours or a baseline",
+    ),
     "status": ("services.status", "main", "show nodes, phases, queues, split and KV hit rate"),
     "keys": ("services.router.keys_command", "main", "add, list and revoke the router's API keys"),
     "split": ("services.split_command", "main", "ask the planner for a split, such as 3P1D"),
