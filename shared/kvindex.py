@@ -481,7 +481,7 @@ class KvIndex:
 
 def _ascend(slots: Slots) -> bool:
     """Whether each slot is above the one before, as those of new pages and of paths mostly are: then they are distinct."""
-    return np.count_nonzero(slots[1:] > slots[:-1]) == slots.size - 1
+    return int(np.count_nonzero(slots[1:] > slots[:-1])) == slots.size - 1
 
 
 def _offset(tier: Tier) -> int:
