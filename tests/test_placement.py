@@ -192,6 +192,7 @@ def test_fetch_is_charged_only_beyond_the_wait():
     for candidate in by_name.values():
         assert (candidate.source, candidate.own_pages, candidate.fetch_pages) == ("b", 0, 1000)
         assert candidate.copy_s == pytest.approx(64_000e-6)
+        assert candidate.ttft_s == pytest.approx(candidate.predicted_s - candidate.copy_s)
 
 
 def test_the_holder_wins_while_idle_and_loses_when_its_queue_costs_more_than_a_fetch():

@@ -22,6 +22,7 @@ from loadtest.report import (
     Report,
     Setting,
     check_writable,
+    percent,
     print_report,
     seconds,
     share,
@@ -135,9 +136,11 @@ def main(argv: Sequence[str]) -> int:
         result = _run(simulation, console)
         report = report_of(settings, simulation, result, kind, sessions)
         print_report(report, console, title="Simulation")
+        wrong = result.mispredicted
         console.print(
             f"{result.requests / result.wall_s:,.0f} simulated requests/s; queue before prefill"
-            f" {seconds(spread(result.queue_s).mean)} in the mean",
+            f" {seconds(spread(result.queue_s).mean)} in the mean"
+            + (f"; {percent(wrong)} of the predicted TTFTs off by more than 20 % + 50 ms" if wrong is not None else ""),
             highlight=False, soft_wrap=True,
         )  # fmt: skip
         if settings.report:

@@ -63,7 +63,7 @@ class OurRouter(Router):
         work = Prefill(arrival.rid, arrival.prompt_tokens - best.cached_tokens, best.cached_tokens)
         self._prefill[best.node].send(work)
         self._where[arrival.rid] = best.node, ""
-        return Placement(best.node, best.own_pages, best.fetch_pages, best.source, best.predicted_s)
+        return Placement(best.node, best.own_pages, best.fetch_pages, best.source, best.ttft_s)
 
     def bind(self, arrival: Arrival, prefill_node: str, view: ClusterView, now: float) -> str:
         needed = arrival.prompt_tokens + DEFAULT_OUTPUT_TOKENS

@@ -83,6 +83,10 @@ class Result(msgspec.Struct, kw_only=True):
     measured: list[Measured] = []
     queue_s: list[float] = []  # from the placement to the start of the prefill
     t_end: list[float] = []
+    predicted_s: list[
+        float
+    ] = []  # until the end of the prefill, as the router said when it placed the request
+    prefill_s: list[float] = []  # and as it was, of the same requests
     measure_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -98,6 +102,12 @@ class Result(msgspec.Struct, kw_only=True):
     @property
     def req_per_s(self) -> float:
         return len(self.measured) / self.measure_s if self.measure_s else 0.0
+
+    @property
+    def mispredicted(self) -> float | None:
+        """Part of the predictions that were off by more than 20 % + 50 ms; None when there were none."""
+        predicted, seen = np.array(self.predicted_s), np.array(self.prefill_s)
+        return float((np.abs(seen - predicted) > 0.2 * seen + 0.05).mean()) if predicted.size else None
 
     @property
     def hit_rate(self) -> float:
@@ -232,6 +242,10 @@ class Simulation:
             )  # fmt: skip
             result.queue_s.append(flight.t_prefill_start - flight.t_placed)
             result.t_end.append(flight.t_end)
+            predicted_s = flight.placement.predicted_ttft_s if flight.placement is not None else None
+            if predicted_s is not None:
+                result.predicted_s.append(predicted_s)
+                result.prefill_s.append(flight.t_prefill_end - flight.t_placed)
             result.prompt_tokens += flight.prompt_tokens
             result.cached_tokens += flight.cached_tokens
             result.ideal_tokens += flight.ideal_tokens

@@ -230,6 +230,11 @@ class Candidate(msgspec.Struct, frozen=True):
     cached_tokens: int
     fresh: bool
 
+    @property
+    def ttft_s(self) -> float:
+        """Until the end of its prefill: the sum without the copy, which has a price but takes no time."""
+        return self.wait_s + self.service_s + self.exposed_fetch_s
+
 
 class Costs(msgspec.Struct, frozen=True):
     """What placement charges beyond the models."""

@@ -52,7 +52,7 @@ class Placer:
                     flight.prompt_tokens - self._cluster.mean_held(model, holders) * node.info.page_size
                 )
                 flight.predicted_ttft_s = (
-                    now - flight.t_arrive + found[0].predicted_s + self._cluster.handoff_s(flight.to_pull)
+                    now - flight.t_arrive + found[0].ttft_s + self._cluster.handoff_s(flight.to_pull)
                 )
                 self._placements += 1
                 rate = self._settings.decision_log_rate
