@@ -162,7 +162,7 @@ class Cluster:
         return sum(
             flight.prompt_tokens
             for flight in self.flights.values()
-            if flight.prefill_node == node and not flight.t_prefill_start
+            if flight.prefill_node == node and not (flight.t_prefill_start or flight.t_prefill_end)
         )
 
     def decode_kv_tokens(self, node: str) -> int:
@@ -262,8 +262,8 @@ class Cluster:
 
     def started(self, node: SimNode, request: Request, t: float) -> None:
         flight = self.flights.get(request.rid)
-        if flight is None or flight.t_prefill_start:
-            return
+        if flight is None or request.kind is Kind.GENERATE or flight.prefill_node != node.name:
+            return  # a decode that computes again what was lost, or a request that was withdrawn
         flight.t_prefill_start = t
         self._router.prefill_started(request.rid, t)
         if request.pull_t > 0 and request.fetched:
@@ -274,10 +274,9 @@ class Cluster:
 
     def prefilled(self, node: SimNode, request: Request, t: float) -> None:
         flight = self.flights.get(request.rid)
-        if flight is None:
+        if flight is None or request is not flight.prefill:
             node.let_go(request)
             return
-        flight.prefill = request
         flight.t_prefill_end = t
         flight.cached_tokens, flight.fetched_tokens = request.cached, request.fetched
         flight.restored_tokens = request.restored
@@ -295,26 +294,23 @@ class Cluster:
             self._again(flight)
             return
         source = flight.prefill_node if flight.prefill_node != flight.decode_node else None
-        held, flight.held = flight.held, None
         # After what is going on in the node that prefilled it.
-        self._loop.at(self._loop.now, self._generate, flight, flight.attempts, node, source, held)
+        self._loop.at(self._loop.now, self._generate, flight, flight.attempts, node, source)
 
-    def _generate(
-        self, flight: Flight, attempt: int, node: SimNode, source: str | None, held: Request | None
-    ) -> None:
+    def _generate(self, flight: Flight, attempt: int, node: SimNode, source: str | None) -> None:
         if flight.attempts != attempt or flight.t_end:
             return
+        held, flight.held = flight.held, None
         flight.decode = node.generate(
             flight.arrival.rid, flight.prompt_tokens, flight.pages.context, flight.output_tokens, source, held
         )
 
     def progressed(self, node: SimNode, request: Request, t: float, done: bool) -> None:
         flight = self.flights.get(request.rid)
-        if flight is None:
+        if flight is None or request is not flight.decode:
             return
-        if not flight.t_first:
-            flight.t_first = t
-            self._let_go(flight)
+        flight.t_first = flight.t_first or t
+        self._let_go(flight)
         if done:
             flight.t_end = t
             self._loop.at(t, self._end, flight)
@@ -346,6 +342,8 @@ class Cluster:
         for waiting in self._rooms.values():
             if flight in waiting:
                 waiting.remove(flight)
+        if flight in self._unplaced:
+            self._unplaced.remove(flight)
         if flight.t_prefill_end:
             self._let_go(flight)
         flight.attempts += 1
@@ -446,6 +444,7 @@ class Cluster:
 
     def plan(self, epoch: int, phases: Mapping[str, Phase]) -> None:
         """A role plan: nodes change in place (section 4.1)."""
+        self._epoch = max(self._epoch, epoch)
         for name, phase in phases.items():
             node = self.nodes[name]
             if node.phase is not phase or node.scheduler.role.draining:
@@ -460,6 +459,9 @@ class Cluster:
                 self.directory.counts.switched(node.name, self._before[node.name], ack.phase)
                 self._count_soon()
             self._before[node.name] = ack.phase
+            if node.name in self._unreachable and ack.phase.prefills:
+                self._unreachable.discard(node.name)
+                self.kv_changed(node, [KvChange(True, tier, node.cache.pages(tier)) for tier in Tier])
             if ack.switch_s and self.on_switch is not None:
                 self.on_switch(node.name, ack.drain_s, ack.switch_s)
             self._serve(node.name, ack.phase)
@@ -511,22 +513,22 @@ class Cluster:
             self.directory.counts.drop_node(name)
             self._count_soon()
         for flight in list(self.flights.values()):
-            if name in (flight.prefill_node, flight.decode_node) and not flight.t_end:
-                for other, request in (
-                    (flight.prefill_node, flight.prefill),
-                    (flight.decode_node, flight.decode),
-                ):
-                    if (
-                        request is not None
-                        and other != name
-                        and not (request is flight.prefill and flight.t_prefill_end)
-                    ):
-                        self.nodes[other].abort(request)
-                self._again(flight)
+            # One whose decode has begun needs its prefill node no more.
+            prefills = flight.prefill_node == name and (
+                flight.prefill is not None or not flight.t_prefill_end
+            )
+            if flight.t_end or not (prefills or flight.decode_node == name):
+                continue
+            running = [(flight.decode_node, flight.decode)]
+            if not flight.t_prefill_end:
+                running.append((flight.prefill_node, flight.prefill))
+            self._again(flight)
+            for other, request in running:
+                if request is not None and other != name:
+                    self.nodes[other].abort(request)
 
     def join(self, name: str, phase: Phase) -> None:
         """A node (re)joins with an empty cache."""
-        self._epoch += 1
         self.nodes[name].begin(phase, self._epoch)
         self._unreachable.discard(name)
         if self.directory is not None:

@@ -319,7 +319,7 @@ class Simulation:
 
 
 def repeated(trace: Trace, seed: int) -> Iterator[Session]:
-    """The trace's sessions without end, each round in another order that the seed says."""
-    for number in itertools.count():
-        order = np.random.Generator(np.random.PCG64([seed, 2, number])).permutation(len(trace.sessions))
-        yield from (trace.sessions[at] for at in order.tolist())
+    """The trace's sessions round and round, as `evolving replay` plays them; a seed above 0 begins at another one."""
+    count = len(trace.sessions)
+    first = 0 if not seed else int(np.random.Generator(np.random.PCG64([seed, 2])).integers(count))
+    return (trace.sessions[(first + number) % count] for number in itertools.count())
