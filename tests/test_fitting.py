@@ -74,6 +74,22 @@ def test_alike_batches_do_not_determine_a_model():
     assert learner.freeze({"n1": GLM.name}) == []
 
 
+def test_full_chunks_alone_do_not_determine_a_model():
+    """With them every split of the time between iteration and tokens fits as well; a few last chunks tell."""
+    learner, nodes = Learner(), {"n1": GLM.name}
+    for i in range(100):
+        chunk = prefill_record(GLM.prefill, 8192, 2000 * i)
+        learner.add(Iterations("n1", 1.0, BOTH, [chunk, decode_record(GLM.decode, 1 + i % 60)]), GLM.name)
+    assert learner.freeze(nodes) == [] and learner.wants(nodes) == ["n1"]
+    for t_uc in (300, 2500):
+        learner.add(Iterations("n1", 1.0, BOTH, [prefill_record(GLM.prefill, t_uc, 50_000)]), GLM.name)
+    assert learner.freeze(nodes) == ["n1"]
+    fitted = learner.fits(nodes)["n1"].models.prefill
+    assert fitted.iteration_s(300, 300 * 50_000, 0) == pytest.approx(
+        GLM.prefill.iteration_s(300, 300 * 50_000, 0), rel=0.05
+    )
+
+
 def test_phases_are_learned_from_different_nodes_after_the_split():
     learner = Learner()
     rng = random.Random(3)

@@ -22,6 +22,7 @@ PER_BUCKET = 8  # records kept of one kind of batch
 LEAST_PREFILL = 20  # records for a prefill fit: the paper fits 20 settings
 LEAST_DECODE = 10  # and for a decode fit: the paper fits ten
 LEAST_PREFILL_KINDS = 4  # as many different batches as the model has coefficients, or it is not determined
+LEAST_PREFILL_SIZES = 3  # full chunks alone do not tell an iteration's fixed cost from its tokens'
 LEAST_DECODE_KINDS = 3
 MOST_NODES = 1024  # models kept, nodes that left included
 
@@ -67,14 +68,14 @@ def _kind(record: Iteration) -> str:
     return ".".join(str(int(x).bit_length()) for x in (record.t_uc, context, record.t_rst))
 
 
-def _records(buckets: Iterable[Mapping[str, Bucket]]) -> tuple[list[Iteration], int]:
-    """All records, and how many kinds they are of."""
+def _records(buckets: Iterable[Mapping[str, Bucket]]) -> tuple[list[Iteration], set[str]]:
+    """All records, and the kinds that they are of."""
     kinds: set[str] = set()
     records = []
     for part in buckets:
         kinds |= part.keys()
         records += [record for bucket in part.values() for record in bucket.records]
-    return records, len(kinds)
+    return records, kinds
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -192,14 +193,15 @@ def _joined(
 
 def _fit_prefill(buckets: Iterable[Mapping[str, Bucket]]) -> _Fitted[PrefillFit] | None:
     records, kinds = _records(buckets)
-    if len(records) < LEAST_PREFILL or kinds < LEAST_PREFILL_KINDS:
+    sizes = {kind.partition(".")[0] for kind in kinds}
+    if len(records) < LEAST_PREFILL or len(kinds) < LEAST_PREFILL_KINDS or len(sizes) < LEAST_PREFILL_SIZES:
         return None
     return _Fitted(fit_prefill(records), len(records))
 
 
 def _fit_decode(buckets: Iterable[Mapping[str, Bucket]], profile: str) -> _Fitted[DecodeFit] | None:
     records, kinds = _records(buckets)
-    if len(records) < LEAST_DECODE or kinds < LEAST_DECODE_KINDS:
+    if len(records) < LEAST_DECODE or len(kinds) < LEAST_DECODE_KINDS:
         return None
     known = PROFILES.get(profile)
     if known is None:
