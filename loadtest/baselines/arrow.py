@@ -105,6 +105,9 @@ class ArrowRouter(Router):
     def bind(self, arrival: Arrival, prefill_node: str, view: ClusterView, now: float) -> str:
         if not view.decode_nodes:
             raise ValueError("no node serves this phase")
+        before = self._decoding.pop(arrival.rid, None)
+        if before is not None:  # that node handed it back
+            self._decode_tokens[before[0]] -= before[1]
         node = min(view.decode_nodes, key=self.decode_tokens)
         self._decode_tokens[node] = self.decode_tokens(node) + arrival.prompt_tokens
         self._decoding[arrival.rid] = (node, arrival.prompt_tokens)

@@ -107,7 +107,7 @@ class Router(Protocol):
         """The prefill node. None holds the request back: it is placed again when `tick` names it."""
 
     def bind(self, arrival: Arrival, prefill_node: str, view: ClusterView, now: float) -> str:
-        """The decode node."""
+        """The decode node; asked again for a request that the first one handed back."""
 
     def prefill_started(self, rid: str, now: float) -> None:
         """The first chunk of the request is launched."""

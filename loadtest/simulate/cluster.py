@@ -447,6 +447,8 @@ class Cluster:
         self._epoch = max(self._epoch, epoch)
         for name, phase in phases.items():
             node = self.nodes[name]
+            if not node.up:
+                continue
             if node.phase is not phase or node.scheduler.role.draining:
                 self._serve(name, None)
             node.set_role(epoch, phase)

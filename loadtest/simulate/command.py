@@ -54,6 +54,8 @@ RouterName = Literal[
 ]
 PlannerName = Literal["ours", "static", "dynamo-1.5.1", "dynamo-1.6.1", "arrow"]
 MOST_ARRIVALS = 1_000_000
+GENERATED = "generated"  # the format of a workload
+WARMUP_S = 1800.0
 GENERATED_S = 3600.0  # of a workload without end, unless the settings say
 
 
@@ -76,7 +78,12 @@ class SimulateSettings(msgspec.Struct, kw_only=True):
     loadback: Annotated[
         Loadback, Doc("KV is loaded while a request queues (async) or in line with its prefill")
     ] = "async"
-    warmup: Annotated[float, Doc("seconds that are not measured; our planner learns in them")] = 1800.0
+    warmup: Annotated[
+        float | None,
+        Doc(
+            "seconds that are not measured; our planner learns in them (default: 1800; none for a trace played once)"
+        ),
+    ] = None
     duration: Annotated[
         float | None,
         Doc("seconds that are measured after these (default: a trace is played once, a workload for 3600)"),
@@ -160,23 +167,32 @@ def main(argv: Sequence[str]) -> int:
 def build(settings: SimulateSettings) -> tuple[Simulation, str, int]:
     """The simulation, the format of its trace, and how many requests that has (0: without end)."""
     fleets, shifts, kind, requests = _workload(settings)
+    once = kind != GENERATED and settings.duration is None and settings.arrivals is None
+    warmup_s = settings.warmup if settings.warmup is not None else 0.0 if once else WARMUP_S
     times: tuple[float, ...] = ()
     if settings.arrivals is not None:
-        total_s = settings.warmup + (settings.duration or GENERATED_S)
+        total_s = warmup_s + (settings.duration or GENERATED_S)
+        if settings.arrivals * total_s / 60 > MOST_ARRIVALS:
+            raise ValueError(f"arrivals of {settings.arrivals:g} a minute are too many for {total_s:g} s")
         coming = arrivals(DayRhythm(automatic_per_min=settings.arrivals), settings.seed)
         times = tuple(a.t_s for a in itertools.takewhile(lambda a: a.t_s < total_s, coming))
-        if len(times) > MOST_ARRIVALS:
-            raise ValueError(f"arrivals of {settings.arrivals} a minute are too many for {total_s:g} s")
         shifts = ()
     system = System(
         router=settings.router, planner=settings.planner, eviction=settings.eviction, loadback=settings.loadback,
         split=parse_split(settings.split),
+        planner_settings={"warmup_s": WARMUP_S} if settings.planner == "ours" and settings.warmup is None else {},
     )  # fmt: skip
     asked = Load(
-        shifts=shifts, arrivals_s=times, max_pause_s=settings.max_pause or None, warmup_s=settings.warmup,
-        measure_s=settings.duration,
+        shifts=shifts, arrivals_s=times, max_pause_s=settings.max_pause or None, warmup_s=warmup_s,
+        measure_s=GENERATED_S if settings.duration is None and kind == GENERATED else settings.duration,
     )  # fmt: skip
-    node = sized(profile(settings.profile), settings.page_size, settings.capacity_scale)
+    node = sized(
+        profile(settings.profile),
+        settings.page_size,
+        settings.capacity_scale,
+        settings.l1_tokens,
+        settings.l2_tokens,
+    )
     return Simulation(fleets, system, asked, node, seed=settings.seed), kind, requests
 
 
@@ -193,17 +209,20 @@ def _workload(
         return {"agents": sessions}, always, trace.format, trace.requests
     for workload in WORKLOADS:
         if workload == name:
-            return {"agents": Agents(workload=workload, seed=seed).endless()}, always, "generated", 0
+            return {"agents": Agents(workload=workload, seed=seed).endless()}, always, GENERATED, 0
     composition = parse_composition(name)
     starts = composition.starts_s()
     # The first phase also fills the warm-up.
     shifts = tuple(
-        Shift(settings.warmup + start if start else 0.0, {str(w): n for w, n in phase.agents.items()})
+        Shift(
+            (WARMUP_S if settings.warmup is None else settings.warmup) + start if start else 0.0,
+            {str(w): n for w, n in phase.agents.items()},
+        )
         for start, phase in zip(starts, composition.phases, strict=True)
     )
     used = sorted({workload for phase in composition.phases for workload in phase.agents})
     fleets = {str(w): Agents(workload=w, seed=seed).endless() for w in used}
-    return fleets, shifts, "generated", 0
+    return fleets, shifts, GENERATED, 0
 
 
 def sized(

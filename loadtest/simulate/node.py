@@ -183,7 +183,7 @@ class SimNode:
         return request
 
     def unreserve(self, held: Request) -> None:
-        if held.lease is not None:
+        if held.lease is not None and self.up:
             self.scheduler.advance(self._loop.now)  # up to here without that room
             self.cache.release(held.lease)
             held.lease = None
