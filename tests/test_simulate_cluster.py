@@ -301,7 +301,8 @@ def test_every_request_ends_once_while_a_planner_moves_nodes(router: str, planne
     warmup_s = 1.0 if planner == "ours" else 0.0
     run = Run(system(router, planner, eviction=eviction), agents=8, seconds=2.0, warmup_s=warmup_s).play()
     result = run.simulation.result
-    assert result.switches > 0 and run.router.heard["node"] >= 2
+    # Leaving the collocated warm-up, as our planner's nodes do here, is no switch.
+    assert (result.switches > 0) == (planner != "ours") and run.router.heard["node"] >= 2
     assert len({(prefill, decode) for _, prefill, decode in result.splits}) > 1
     run.stop().check()
 

@@ -457,14 +457,15 @@ class Cluster:
 
     def acked(self, node: SimNode, ack: Ack) -> None:
         if ack.stage is RoleStage.SWITCHED:
-            if self.directory is not None and self._before[node.name] is not ack.phase:
-                self.directory.counts.switched(node.name, self._before[node.name], ack.phase)
+            before, self._before[node.name] = self._before[node.name], ack.phase
+            if self.directory is not None and before is not ack.phase:
+                self.directory.counts.switched(node.name, before, ack.phase)
                 self._count_soon()
-            self._before[node.name] = ack.phase
             if node.name in self._unreachable and ack.phase.prefills:
                 self._unreachable.discard(node.name)
                 self.kv_changed(node, [KvChange(True, tier, node.cache.pages(tier)) for tier in Tier])
-            if ack.switch_s and self.on_switch is not None:
+            # Leaving the collocated warm-up is no switch.
+            if ack.switch_s and before is not Phase.BOTH and self.on_switch is not None:
                 self.on_switch(node.name, ack.drain_s, ack.switch_s)
             self._serve(node.name, ack.phase)
             if self.planner is not None:
