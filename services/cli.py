@@ -34,6 +34,12 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "main",
         "run a trace on a simulated cluster, ours or a baseline",
     ),
+    "reproduce": (
+        "loadtest.reproduce.command",
+        "main",
+        "the paper's tables and figures, from simulated runs",
+    ),
+    "fit": ("loadtest.fit", "main", "fit a timing profile to measured iterations"),
     "status": ("services.status", "main", "show nodes, phases, queues, split and KV hit rate"),
     "keys": ("services.router.keys_command", "main", "add, list and revoke the router's API keys"),
     "split": ("services.split_command", "main", "ask the planner for a split, such as 3P1D"),

@@ -78,7 +78,7 @@ def test_a_table_sets_the_papers_figures_beside_ours():
 
 def test_the_command_writes_tables_plots_and_json(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(EXPERIMENTS, "small", SMALL)
-    monkeypatch.setattr(command, "profile", lambda name: plan().node)
+    monkeypatch.setattr(command, "load_profile", lambda name: plan().node)
     argv = ["small", "--quick", "--jobs", "1", "--out", str(tmp_path)]
     assert command.main(argv) == 0
     assert "this system" in capsys.readouterr().out

@@ -15,12 +15,12 @@ import msgspec
 from rich.console import Console
 
 from loadtest.command import installed_version
+from loadtest.profiles import load_profile
 from loadtest.reproduce.experiments import EXPERIMENTS
 from loadtest.reproduce.plots import draw
 from loadtest.reproduce.runner import Plan, carry_out, table
 from loadtest.traces import TraceError
 from shared.config import ConfigError, Doc, load
-from shared.timing import profile
 
 NAMES = ", ".join(EXPERIMENTS)
 
@@ -35,7 +35,9 @@ class ReproduceSettings(msgspec.Struct, kw_only=True):
     seeds: Annotated[int, Doc("runs of each row, at other sessions of the trace")] = 1
     jobs: Annotated[int, Doc("runs at once (default: one a processor)")] = 0
     page_size: Annotated[int, Doc("tokens of a KV page; larger ones simulate faster")] = 512
-    profile: Annotated[str, Doc("timing profile of a node")] = "glm-5.2-4xgb300"
+    profile: Annotated[str, Doc("timing profile of a node, or a file that `evolving fit` wrote")] = (
+        "glm-5.2-4xgb300"
+    )
 
     def __post_init__(self) -> None:
         if self.name != "all" and self.name not in EXPERIMENTS:
@@ -57,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
             summary="Reproduce the paper's tables and figures in simulation, beside its own figures.",
         )
         plan = Plan(
-            trace=settings.trace, node=profile(settings.profile), page_size=settings.page_size,
+            trace=settings.trace, node=load_profile(settings.profile), page_size=settings.page_size,
             warmup_s=300.0 if settings.quick else 1800.0, measure_s=600.0 if settings.quick else 3600.0,
             seeds=settings.seeds, jobs=settings.jobs or len(os.sched_getaffinity(0)),
         )  # fmt: skip

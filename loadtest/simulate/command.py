@@ -18,6 +18,7 @@ from rich.progress import Progress as Bar
 
 from loadtest.command import installed_version, trace_path
 from loadtest.formats import read_trace
+from loadtest.profiles import load_profile
 from loadtest.report import (
     Report,
     Setting,
@@ -46,7 +47,7 @@ from loadtest.workloads.arrivals import DayRhythm, arrivals
 from loadtest.workloads.composition import CompositionError, parse_composition
 from shared.config import ConfigError, Doc, load
 from shared.split import parse_split
-from shared.timing import Profile, profile
+from shared.timing import Profile
 from worker.kv.eviction import Eviction
 
 RouterName = Literal[
@@ -187,7 +188,7 @@ def build(settings: SimulateSettings) -> tuple[Simulation, str, int]:
         measure_s=GENERATED_S if settings.duration is None and kind == GENERATED else settings.duration,
     )  # fmt: skip
     node = sized(
-        profile(settings.profile),
+        load_profile(settings.profile),
         settings.page_size,
         settings.capacity_scale,
         settings.l1_tokens,
