@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.router.answer import COMMENT, Answering
 from services.router.exchange import Exchange
-from services.router.http import Head
+from services.router.http_messages import Head, header_lines
 from services.router.upstream import Usage, relayed, usage_in
 from shared.api_errors import error_event
 from shared.openai import PATHS, ApiError
@@ -126,7 +126,7 @@ async def test_comments_are_no_beginning_and_the_answer_follows_them():
     answering = client.answering(keepalive_s=0.01)
     await eventually(lambda: client.wire.sent)
     before = client.body
-    answering.begin(200, ENGINE, length=None, streaming=True)
+    answering.begin(200, header_lines(ENGINE), length=None, streaming=True)
     client.exchange.write(b"data: 1\n\n")
     await asyncio.sleep(0.05)  # no comment in the middle of it
     client.exchange.end(b"data: [DONE]\n\n")
@@ -137,8 +137,8 @@ async def test_comments_are_no_beginning_and_the_answer_follows_them():
 async def test_the_answer_begins_once_with_both_headers():
     client = Client()
     answering = client.answering(keepalive_s=0.02)
-    answering.begin(201, ENGINE, length=None, streaming=True)
-    answering.begin(500, [(b"X-Other", b"o")], length=5, streaming=False)
+    answering.begin(201, header_lines(ENGINE), length=None, streaming=True)
+    answering.begin(500, header_lines([(b"X-Other", b"o")]), length=5, streaming=False)
     client.exchange.write(b"data: 1\n\n")
     await asyncio.sleep(0.05)
     assert client.status == 201 and answering.streaming
@@ -150,7 +150,7 @@ async def test_the_answer_begins_once_with_both_headers():
 
 async def test_a_whole_answer_has_its_length():
     client = Client()
-    client.answering(streams=False).begin(200, [], length=3, streaming=False)
+    client.answering(streams=False).begin(200, header_lines([]), length=3, streaming=False)
     client.exchange.end(b"abc")
     assert client.body == b"abc" and client.ended and "content-length: 3" in client.head
 
@@ -191,7 +191,7 @@ async def test_an_error_within_a_stream_is_its_last_event(path, begun_by):
     if begun_by == "comment":
         await eventually(lambda: client.wire.sent)
     else:
-        answering.begin(200, ENGINE, length=None, streaming=True)
+        answering.begin(200, header_lines(ENGINE), length=None, streaming=True)
         client.exchange.write(b'data: {"a": 1}\n\ndata: {"cut off')
     before = client.body
     answering.fail(ERROR)
@@ -214,7 +214,9 @@ async def test_an_error_within_a_stream_is_its_last_event(path, begun_by):
 async def test_a_whole_answer_that_breaks_is_cut(length):
     client = Client()
     answering = client.answering(streams=False)
-    answering.begin(200, [(b"Content-Type", b"application/json")], length=length, streaming=False)
+    answering.begin(
+        200, header_lines([(b"Content-Type", b"application/json")]), length=length, streaming=False
+    )
     client.exchange.write(b'{"half": ')
     answering.fail(ERROR)
     assert client.wire.is_cut and not client.ended
@@ -232,7 +234,7 @@ async def test_an_error_after_the_end_changes_nothing(streaming):
     """A deadline may pass, or a node go down, in the tick in which the answer ended."""
     client = Client()
     answering = client.answering(streams=streaming)
-    answering.begin(200, ENGINE, length=None, streaming=streaming)
+    answering.begin(200, header_lines(ENGINE), length=None, streaming=streaming)
     client.exchange.end(b"data: [DONE]\n\n")
     sent = client.wire.sent
     answering.fail(ERROR)
@@ -258,12 +260,12 @@ async def test_a_client_that_is_gone_gets_nothing_more(when):
     if when == "commented":
         await eventually(lambda: client.wire.sent)
     if when == "begun":
-        answering.begin(200, ENGINE, length=None, streaming=True)
+        answering.begin(200, header_lines(ENGINE), length=None, streaming=True)
         client.exchange.write(b"data: 1\n\n")
     client.exchange.lose()
     sent = client.wire.sent
     await asyncio.sleep(0.03)
-    answering.begin(200, ENGINE, length=None, streaming=True)
+    answering.begin(200, header_lines(ENGINE), length=None, streaming=True)
     answering.fail(ERROR)
     await asyncio.sleep(0.03)
     assert client.wire.sent == sent and not client.wire.is_cut
