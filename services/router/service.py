@@ -50,7 +50,7 @@ from shared.streams import BusError, Event
 
 REGISTRY_S = 0.5
 # For which messages wait for others: a busy router would talk to Redis for each of them.
-BRANCH_LINGER_S, RECORD_LINGER_S, READ_EVERY_S = 0.01, 0.05, 0.01
+BRANCH_LINGER_S, RECORD_LINGER_S, READ_EVERY_S = 0.002, 0.05, 0.002
 CREATED = 1_767_225_600  # 2026-01-01: the models', which clients expect to be told
 _EVERYBODY = Keys.none(admin=True)  # see `check_listen`
 
