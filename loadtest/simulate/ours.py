@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from loadtest.baselines.policy import Arrival, ClusterView, Placement, Router
 from services.router.fetch_times import FetchTimes
-from services.router.placement import Costs, DecodeNode, Prefill, PrefillNode, bind_decode, candidates
+from services.router.placement import (
+    DEFAULT_OUTPUT_TOKENS,
+    START_RESTORED_FRACTION,
+    Costs,
+    DecodeNode,
+    Prefill,
+    PrefillNode,
+    bind_decode,
+    candidates,
+)
 from shared.messages import NodeState, Slice
 from shared.timing import PrefillModel, Profile
 
-START_RESTORED_FRACTION = 0.1  # f before it was measured
-DEFAULT_OUTPUT_TOKENS = 512  # room to look for: agents set no limit, or a very large one
 MAX_STATE_AGE_S = 5.0
+NEVER_TOKENS = 2**60  # of a least fetch: more than any prompt has
 
 
 class OurRouter(Router):
@@ -46,20 +56,10 @@ class OurRouter(Router):
         nodes = [self._prefill[name] for name in view.prefill_nodes]
         holders = view.leading(arrival.path)
         fetch = self._fetch_times[view.profile(nodes[0].node).name].model
-        if not self._pool:  # a node has what it holds itself: no other is ever a source
-            found = [
-                candidates(
-                    arrival.prompt_tokens, view.page_size, {n.node: holders.get(n.node, 0)}, [n],
-                    Costs(fetch, self._copy_s, MAX_STATE_AGE_S), now, arrival.rid,
-                )[0]
-                for n in nodes
-            ]  # fmt: skip
-            best = min(found, key=lambda c: (not c.fresh, c.predicted_s, -c.own_pages, c.node))
-        else:
-            costs = Costs(fetch, self._copy_s, MAX_STATE_AGE_S)
-            best = candidates(arrival.prompt_tokens, view.page_size, holders, nodes, costs, now, arrival.rid)[
-                0
-            ]
+        if not self._pool:
+            fetch = msgspec.structs.replace(fetch, min_tokens=NEVER_TOKENS)
+        costs = Costs(fetch, self._copy_s, MAX_STATE_AGE_S)
+        best = candidates(arrival.prompt_tokens, view.page_size, holders, nodes, costs, now, arrival.rid)[0]
         work = Prefill(arrival.rid, arrival.prompt_tokens - best.cached_tokens, best.cached_tokens)
         self._prefill[best.node].send(work)
         self._where[arrival.rid] = best.node, ""

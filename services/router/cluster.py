@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from services.router.fetch_times import FetchTimes
 from services.router.health import Breaker, Fitness
-from services.router.placement import DecodeNode, Prefill, PrefillNode
+from services.router.placement import START_RESTORED_FRACTION, DecodeNode, Prefill, PrefillNode
 from shared.clock import Clock
 from shared.kvfollow import KvFollower
 from shared.kvindex import KvIndex
@@ -34,8 +34,6 @@ MOST_FETCH_S = 3600.0
 CLOCK_OFF_S = 600.0  # wall seconds
 REFIT_S = 0.1  # wall seconds after which nodes that were left out are looked at again
 REPORTED_S = 1.0  # wall seconds after which a node's state lists what another router sent it
-# f of Equation 3 before the cluster has measured it: agents mostly come back while their KV is in GPU memory.
-START_RESTORED_FRACTION = 0.1
 
 
 def unusable(info: NodeInfo) -> str:

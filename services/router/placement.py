@@ -22,6 +22,10 @@ import msgspec
 from shared.messages import NodeState, QueuedPrefill
 from shared.timing import FetchModel, PrefillModel, query_key_pairs
 
+DEFAULT_OUTPUT_TOKENS = 512  # room to look for when the client sets no limit
+# f of Equation 3 before the cluster has measured it: agents mostly come back while their KV is in GPU memory.
+START_RESTORED_FRACTION = 0.1
+
 
 class Prefill(msgspec.Struct, frozen=True):
     """Prefill work that a node has still to do: `t_uc` tokens to compute after `t_c` cached ones."""

@@ -26,7 +26,7 @@ from services.router.cluster import Node, NodeDown
 from services.router.explain import explained
 from services.router.flight import Flight
 from services.router.http_messages import HeaderLines, header_lines
-from services.router.placement import Prefill
+from services.router.placement import DEFAULT_OUTPUT_TOKENS, Prefill
 from services.router.placing import Placer
 from services.router.tenants import own_name, qualified
 from services.router.upstream import Moved, relayed, usage_in
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from services.router.tokens import Known
     from services.router.upstream_answer import Answer
 
-DEFAULT_OUTPUT_TOKENS = 512  # room to look for when the client sets no limit
 CONNECT_S = 3.0
 MOST_ERROR_BYTES, MOST_LINE_BYTES = 2**20, 2**16
 READ_OUT_S = 0.2  # of silence before the end of an answer of which all that was wanted has come
