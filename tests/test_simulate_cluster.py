@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from loadtest.baselines.policy import Arrival, ClusterView, Placement, Router
-from loadtest.simulate.cluster import Cluster, Flight
+from loadtest.simulate.cluster import Cluster
+from loadtest.simulate.flight import Flight
 from loadtest.simulate.run import PLANNER_NAMES, ROUTER_NAMES, Load, Loadback, Shift, Simulation, System
 from loadtest.traces import Recorded, Scope, Session, Spawned, StepRef, build_branch
 from shared.messages import NodeState, Phase
@@ -240,8 +241,8 @@ class Run:
             cache = node.cache
             assert node.scheduler.requests == 0, node.name
             assert (cache.l1_pinned, cache.l1_room, cache.l2_pinned) == (0, 0, 0), node.name
-        if cluster.directory is not None:
-            assert all(not cluster.directory.counts.counted_pages(name) for name in cluster.nodes)
+        if cluster.known.directory is not None:
+            assert all(not cluster.known.directory.counts.counted_pages(name) for name in cluster.nodes)
             assert all(node.cache.l2_counted == 0 for node in up)
 
 

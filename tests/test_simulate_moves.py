@@ -165,7 +165,7 @@ def test_a_relaunch_empties_the_cache_and_takes_its_time(router: str) -> None:
         assert node.cache.l1_used > 0
         cluster.move(Moves({"n002": Phase.DECODE}, ""), RELAUNCH, 0.4)
         assert list(cluster.moving) == ["n002"] and not node.up
-        assert cluster.index.count("n002", Tier.L1) == cluster.index.count("n002", Tier.L2) == 0
+        assert cluster.known.index.count("n002", Tier.L1) == cluster.known.index.count("n002", Tier.L2) == 0
 
     loop.at(0.5, move)
     loop.at(0.8999, lambda: seen.append((node.up, "n002" in cluster.decode_nodes)))
@@ -185,7 +185,7 @@ def test_what_a_node_holds_may_be_unreachable_while_it_decodes(moving: Moving, r
     node = cluster.nodes["n002"]
 
     def held() -> tuple[set[int], ...]:
-        return tuple(set(cluster.index.pages("n002", tier).tolist()) for tier in Tier)
+        return tuple(set(cluster.known.index.pages("n002", tier).tolist()) for tier in Tier)
 
     loop.at(0.3, cluster.move, Moves({"n002": Phase.DECODE}, ""), moving, 0.0)
     run.play().stop()

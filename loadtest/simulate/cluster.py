@@ -3,8 +3,7 @@
 Rules that hold here
 - One request's way is the live one: placed, prefilled, bound, pulled by its decode node, decoded. What a policy may
   see and is told is in `loadtest.baselines.policy`.
-- What the router knows is late: KV events by `kv_delay_s`, states by `state_delay_s`, count changes by
-  `count_delay_s`.
+- What the router knows is late, as `Delays` says.
 - A policy that binds at routing holds its decode node's memory from then on; a request that finds no room there is
   prefilled when it has some, in order.
 - A request that loses its node begins anew elsewhere, and keeps its time of arrival.
@@ -15,58 +14,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
-
-from loadtest.baselines.policy import Arrival, KvAfterMove, Moves, Moving, Placement, Planner, Router
+from loadtest.baselines.policy import KvAfterMove, Moves, Moving, Planner, Router
 from loadtest.simulate.agents import Agent
-from loadtest.simulate.dense import DenseTable
-from loadtest.simulate.directory import SimDirectory
+from loadtest.simulate.flight import Flight
+from loadtest.simulate.knowledge import Delays, Knowledge
 from loadtest.simulate.loop import Loop
 from loadtest.simulate.node import SimNode
 from loadtest.simulate.pages import PageNames, StepPages
-from loadtest.traces import Step, StepRef
-from shared.kvindex import KvIndex
+from loadtest.traces import StepRef
 from shared.messages import Iteration, Iterations, NodeState, PageArray, Phase, RoleStage, Tier
 from shared.timing import Profile
 from worker.engines.simulated.phase import Ack, Kind
 from worker.engines.simulated.requests import Request
 from worker.kv.cache import KvChange
 from worker.kv.eviction import Eviction
-
-
-class Delays(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds until what happened on a node is known elsewhere; `state_s` is also the least time between two states."""
-
-    kv_s: float = 0.01
-    state_s: float = 0.02
-    count_s: float = 0.01
-    idle_report_s: float = 1.0
-
-
-class Flight:
-    """One request on its way. Times are seconds, 0 for what has not happened."""
-
-    __slots__ = (
-        "agent", "arrival", "attempts", "cached_tokens", "decode", "decode_node", "fetched_tokens", "held",
-        "ideal_tokens", "output_tokens", "pages", "placement", "prefill", "prefill_node", "prompt_tokens", "ref",
-        "restored_tokens", "t_arrive", "t_end", "t_first", "t_placed", "t_prefill_end", "t_prefill_start",
-    )  # fmt: skip
-
-    def __init__(self, rid: str, agent: Agent, ref: StepRef, step: Step, pages: StepPages, t: float) -> None:
-        self.agent, self.ref, self.pages = agent, ref, pages
-        self.prompt_tokens, self.output_tokens = step.prompt_tokens, step.output_tokens
-        self.arrival = Arrival(
-            rid, agent.name, agent.branch(ref), pages.prompt, step.prompt_tokens, step.output_tokens
-        )
-        self.t_arrive = t
-        self.t_placed = self.t_prefill_start = self.t_prefill_end = self.t_first = self.t_end = 0.0
-        self.placement: Placement | None = None
-        self.prefill_node = self.decode_node = ""
-        self.prefill: Request | None = None
-        self.decode: Request | None = None
-        self.held: Request | None = None  # memory on the decode node
-        self.cached_tokens = self.fetched_tokens = self.restored_tokens = self.ideal_tokens = 0
-        self.attempts = 0
 
 
 class Cluster:
@@ -88,8 +49,6 @@ class Cluster:
     ) -> None:
         self._loop, self._names, self._router, self._delays = loop, names, router, delays
         self._finished = finished
-        self.index = KvIndex(DenseTable(names))
-        self.directory = SimDirectory(self.index, lambda: DenseTable(names, 3)) if counted else None
         self.nodes = {
             name: SimNode(
                 name, profile, loop, names, self, eviction=eviction, phase=phases[name], inline=inline
@@ -98,6 +57,7 @@ class Cluster:
         }
         for node in self.nodes.values():
             node.peers = self.nodes
+        self.known = Knowledge(loop, names, self.nodes, delays, counted=counted)
         self.flights: dict[str, Flight] = {}
         self.planner: Planner | None = None
         self.on_iterations: Callable[[Iterations], None] | None = None
@@ -111,9 +71,6 @@ class Cluster:
         self._lists: tuple[list[str], list[str]] | None = None
         self._before: dict[str, Phase] = dict(phases)
         self._epoch = 0
-        self._unreachable: set[str] = set()
-        self._told_kv: dict[str, list[KvChange]] = {}
-        self._counts_due = False
         self._unplaced: deque[Flight] = deque()
         self._holding: dict[str, Flight] = {}  # held back by the router
         self._rooms: dict[str, deque[Flight]] = {name: deque() for name in self.nodes}
@@ -147,10 +104,10 @@ class Cluster:
         return self._lists
 
     def leading(self, path: PageArray) -> Mapping[str, int]:
-        return self.index.match(path)
+        return self.known.index.match(path)
 
     def leading_l1(self, path: PageArray) -> Mapping[str, int]:
-        return self.index.match_tier(path, Tier.L1)
+        return self.known.index.match_tier(path, Tier.L1)
 
     def profile(self, node: str) -> Profile:
         return self.nodes[node].profile
@@ -183,20 +140,18 @@ class Cluster:
         flight = Flight(f"r{self._made}", agent, ref, step, pages, self._loop.now)
         flight.ideal_tokens = ideal_tokens
         self.flights[flight.arrival.rid] = flight
-        if self.directory is not None:
-            parent = agent.session.branches[ref.branch].parent
-            name = flight.arrival.branch
-            base = step.shared * agent.session.block_size // self.page_size
-            parent_name = f"{agent.name}/{parent}" if parent >= 0 else None
-            self.directory.request(name, parent_name, pages.prompt, base, self._loop.now)
-            self._count_soon()
+        parent = agent.session.branches[ref.branch].parent
+        self.known.requested(
+            flight.arrival.branch,
+            f"{agent.name}/{parent}" if parent >= 0 else None,
+            pages.prompt,
+            step.shared * agent.session.block_size // self.page_size,
+        )
         self._place(flight)
         return flight
 
     def branch_ended(self, branch: str) -> None:
-        if self.directory is not None:
-            self.directory.ended(branch, self._loop.now)
-            self._count_soon()
+        self.known.ended(branch)
 
     def session_ended(self, session: str) -> None:
         self._router.session_ended(session, self._loop.now)
@@ -215,9 +170,7 @@ class Cluster:
         flight.prefill_node = placement.node
         if self.planner is not None:
             self.planner.placed(placement, now)
-        if self.directory is not None:
-            self.directory.placed(flight.arrival.branch, placement.node, Phase.PREFILL, rid, now)
-            self._count_soon()
+        self.known.placed(flight.arrival.branch, placement.node, Phase.PREFILL, rid)
         if self._router.binds_at_routing:
             self._bind(flight)
             self._rooms[flight.decode_node].append(flight)
@@ -228,10 +181,7 @@ class Cluster:
     def _bind(self, flight: Flight) -> None:
         now = self._loop.now
         flight.decode_node = self._router.bind(flight.arrival, flight.prefill_node, self, now)
-        if self.directory is not None:
-            rid = flight.arrival.rid
-            self.directory.placed(flight.arrival.branch, flight.decode_node, Phase.DECODE, rid, now)
-            self._count_soon()
+        self.known.placed(flight.arrival.branch, flight.decode_node, Phase.DECODE, flight.arrival.rid)
 
     def _give_room(self, name: str) -> None:
         """Memory on a decode node for those that wait for it, in order, before their prefill."""
@@ -400,45 +350,7 @@ class Cluster:
             self.on_iterations(Iterations(node.name, self._loop.now, node.phase, records))
 
     def kv_changed(self, node: SimNode, changes: list[KvChange]) -> None:
-        told = self._told_kv.get(node.name)
-        if told is not None:
-            told += changes
-            return
-        self._told_kv[node.name] = list(changes)
-        self._loop.after(self._delays.kv_s, self._kv_heard, node)
-
-    def _kv_heard(self, node: SimNode) -> None:
-        name, index = node.name, self.index
-        counts = self.directory.counts if self.directory is not None else None
-        changes = self._told_kv.pop(name, [])
-        if name in self._unreachable or not node.up:
-            return
-        stored: list[PageArray] = []
-        for change in changes:
-            if change.stored:
-                index.store(name, change.tier, change.pages)
-                stored.append(change.pages)
-            else:
-                gone = index.remove(name, change.tier, change.pages)
-                if counts is not None and gone.size:
-                    counts.evicted(name, gone)
-        if counts is not None:
-            for pages in stored:
-                counts.stored(name, pages)
-            self._count_soon()
-
-    def _count_soon(self) -> None:
-        if not self._counts_due:
-            self._counts_due = True
-            self._loop.after(self._delays.count_s, self._tell_counts)
-
-    def _tell_counts(self) -> None:
-        assert self.directory is not None
-        self._counts_due = False
-        for name, changes in self.directory.take_changes().items():
-            node = self.nodes[name]
-            if node.up:
-                node.set_counts(changes.positive, changes.zero)
+        self.known.changed(node.name, changes)
 
     # ------------------------------------------------------------------------------ phases
 
@@ -458,12 +370,7 @@ class Cluster:
     def acked(self, node: SimNode, ack: Ack) -> None:
         if ack.stage is RoleStage.SWITCHED:
             before, self._before[node.name] = self._before[node.name], ack.phase
-            if self.directory is not None and before is not ack.phase:
-                self.directory.counts.switched(node.name, before, ack.phase)
-                self._count_soon()
-            if node.name in self._unreachable and ack.phase.prefills:
-                self._unreachable.discard(node.name)
-                self.kv_changed(node, [KvChange(True, tier, node.cache.pages(tier)) for tier in Tier])
+            self.known.switched(node.name, before, ack.phase)
             # Leaving the collocated warm-up is no switch.
             if ack.switch_s and before is not Phase.BOTH and self.on_switch is not None:
                 self.on_switch(node.name, ack.drain_s, ack.switch_s)
@@ -500,8 +407,7 @@ class Cluster:
             else:
                 self._epoch += 1
                 if moving.kv is KvAfterMove.UNREACHABLE:
-                    self._unreachable.add(name)
-                    self.index.clear(name)
+                    self.known.hidden(name)
                 node.set_role(self._epoch, phase)
 
     def fail(self, name: str) -> None:
@@ -509,12 +415,8 @@ class Cluster:
         node = self.nodes[name]
         node.fail()
         self._states[name] = None
-        self._told_kv.pop(name, None)
         self._serve(name, None)
-        self.index.clear(name)
-        if self.directory is not None:
-            self.directory.counts.drop_node(name)
-            self._count_soon()
+        self.known.lost(name)
         for flight in list(self.flights.values()):
             # One whose decode has begun needs its prefill node no more.
             prefills = flight.prefill_node == name and (
@@ -533,9 +435,7 @@ class Cluster:
     def join(self, name: str, phase: Phase) -> None:
         """A node (re)joins with an empty cache."""
         self.nodes[name].begin(phase, self._epoch)
-        self._unreachable.discard(name)
-        if self.directory is not None:
-            self.directory.counts.switched(name, None, phase)
+        self.known.switched(name, None, phase)
         self._before[name] = phase
         self._serve(name, phase)
         if self.planner is not None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import msgspec
 
 from loadtest.baselines.policy import Router
-from loadtest.simulate.cluster import Cluster, Flight
+from loadtest.simulate.cluster import Cluster
+from loadtest.simulate.flight import Flight
 from loadtest.simulate.loop import Loop
 from loadtest.simulate.ours import OurRouter
 from services.planner.core import PlannerCore, Rules

@@ -20,7 +20,9 @@ import numpy as np
 from loadtest.baselines.names import PLANNERS, ROUTERS, make_planner, make_router
 from loadtest.baselines.policy import Planner, Router
 from loadtest.simulate.agents import Agent, Fleet
-from loadtest.simulate.cluster import Cluster, Delays, Flight
+from loadtest.simulate.cluster import Cluster
+from loadtest.simulate.flight import Flight
+from loadtest.simulate.knowledge import Delays
 from loadtest.simulate.loop import Loop
 from loadtest.simulate.ours import OurRouter
 from loadtest.simulate.pages import PageNames
