@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.planner.split import IterationModels, NodeRates
-from shared.messages import Iteration, NodeInfo, NodeSlice, Phase, Slice
+from shared.messages import Iteration, NodeInfo, NodeSlice, NodeState, Phase, Slice
 from shared.timing import DecodeModel, PrefillModel, query_key_pairs
 
 P, D, BOTH = Phase.PREFILL, Phase.DECODE, Phase.BOTH
@@ -72,3 +72,11 @@ def prefill_record(model: PrefillModel, t_uc: int, t_c: int, t_rst: int = 0, err
 
 def decode_record(model: DecodeModel, batch: int, count: int = 5, error: float = 1.0) -> Iteration:
     return Iteration(D, count, batch, 0, 0.0, 0, batch * count, model.iteration_s(batch) * count * error)
+
+
+def node_state(node: str, t: float, phase: Phase = P, **more: object) -> NodeState:
+    values = {"queue": [], "decodes": [], "decode_tokens": 0, "draining": False, **more}
+    return NodeState(
+        node=node, t=t, phase=phase, epoch=1, busy_until=0.0, running_prefills=["x"], l1_free_tokens=5, l1_pages=10,
+        l2_pages=30, l2_counted_pages=20, **values,
+    )  # fmt: skip

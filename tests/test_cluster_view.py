@@ -8,7 +8,6 @@ import pytest
 from services.telemetry import cluster
 from services.telemetry.cluster import ClusterView
 from shared.messages import (
-    NodeState,
     Outcome,
     QueuedPrefill,
     RoleAck,
@@ -16,7 +15,7 @@ from shared.messages import (
     RoleStage,
 )
 from shared.split import split_text
-from tests.planner_cases import BOTH, D, P, node_info
+from tests.planner_cases import BOTH, D, P, node_info, node_state
 from tests.test_windows import done
 
 
@@ -24,28 +23,11 @@ def view(**more: float) -> ClusterView:
     return ClusterView(cluster="main", **more)
 
 
-def state(node: str, t: float, phase=P, **more: object) -> NodeState:
-    values = {"queue": [], "decodes": [], "decode_tokens": 0, "draining": False, **more}
-    return NodeState(
-        node=node,
-        t=t,
-        phase=phase,
-        epoch=1,
-        busy_until=0.0,
-        running_prefills=["x"],
-        l1_free_tokens=5,
-        l1_pages=10,
-        l2_pages=30,
-        l2_counted_pages=20,
-        **values,
-    )
-
-
 def test_nodes_show_their_state_and_its_age():
     v = view()
     v.nodes({"n1": node_info("n1", P), "n2": node_info("n2", D)})
-    v.state(state("n1", 98.0, queue=[QueuedPrefill("a", 100, 0), QueuedPrefill("b", 50, 5)]))
-    v.state(state("n1", 97.0))  # older
+    v.state(node_state("n1", 98.0, queue=[QueuedPrefill("a", 100, 0), QueuedPrefill("b", 50, 5)]))
+    v.state(node_state("n1", 97.0))  # older
     v.planned(RolePlan(3, {"n1": D, "n2": D}, "test", 90.0))
     one, two = v.summary(100.0).nodes
     assert (one.node, one.phase, one.planned, one.age_s) == ("n1", P, D, 2.0)
@@ -58,8 +40,8 @@ def test_nodes_show_their_state_and_its_age():
 def test_a_node_that_left_or_restarted_loses_its_state():
     v = view()
     v.nodes({"n1": node_info("n1"), "n2": node_info("n2")})
-    v.state(state("n1", 98.0))
-    v.state(state("n2", 98.0))
+    v.state(node_state("n1", 98.0))
+    v.state(node_state("n2", 98.0))
     v.nodes({"n1": node_info("n1", incarnation="again")})
     (one,) = v.summary(100.0).nodes
     assert one.age_s is None
@@ -122,7 +104,7 @@ def test_split_in_words(phases, text):
 def test_history_is_sampled_and_bounded(monkeypatch):
     v = view(point_every_s=10.0)
     v.nodes({"n1": node_info("n1", P), "n2": node_info("n2", D)})
-    v.state(state("n1", 0.0, queue=[QueuedPrefill("a", 1, 0)]))
+    v.state(node_state("n1", 0.0, queue=[QueuedPrefill("a", 1, 0)]))
     v.request(done(0.5))
     first = v.take_point(1.0)
     assert first is not None and (first.prefill, first.decode, first.queue) == (1, 1, 1)
@@ -139,7 +121,7 @@ def test_history_is_sampled_and_bounded(monkeypatch):
 def test_a_summary_is_json_with_the_promised_keys():
     v = view()
     v.nodes({"n1": node_info("n1", P)})
-    v.state(state("n1", 1.0))
+    v.state(node_state("n1", 1.0))
     got = msgspec.json.decode(msgspec.json.encode(v.summary(2.0)))
     for key in ("t", "split", "epoch", "nodes", "req_per_s", "ttft_s", "tpot_s", "e2e_s", "kv_hit_rate"):
         assert key in got

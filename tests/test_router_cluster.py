@@ -14,26 +14,8 @@ from shared.clock import Clock
 from shared.messages import (
     BranchPlaced,
     NodeInfo,
-    NodeState,
 )
-from tests.planner_cases import BOTH, D, P, node_info
-
-
-def state(node: str, t: float, phase=P, **more: object) -> NodeState:
-    values = {"queue": [], "decodes": [], "decode_tokens": 0, "draining": False, **more}
-    return NodeState(
-        node=node,
-        t=t,
-        phase=phase,
-        epoch=1,
-        busy_until=0.0,
-        running_prefills=["x"],
-        l1_free_tokens=5,
-        l1_pages=10,
-        l2_pages=30,
-        l2_counted_pages=20,
-        **values,
-    )
+from tests.planner_cases import BOTH, D, P, node_info, node_state
 
 
 class Stopped(Clock):
@@ -71,11 +53,11 @@ def test_what_another_router_placed_counts_until_the_node_has_reported():
     assert sent(c) == {"n1": [Prefill("own", 10, 0), Prefill("r1", 500, 64)], "n2": []}
     assert bound(c) == {"n1": {"own-d": 70, "r2": 900}, "n2": {}}
     # Too early: the node may not have heard of it when it sent this.
-    c.reported(state("n1", 1000.5, phase=BOTH))
+    c.reported(node_state("n1", 1000.5, phase=BOTH))
     assert [p.rid for p in sent(c)["n1"]] == ["own", "r1"] and "r2" in bound(c)["n1"]
-    c.reported(state("n2", 1002.0, phase=BOTH))  # another node's report says nothing of it
+    c.reported(node_state("n2", 1002.0, phase=BOTH))  # another node's report says nothing of it
     assert [p.rid for p in sent(c)["n1"]] == ["own", "r1"]
-    c.reported(state("n1", 1000.0 + REPORTED_S, phase=BOTH))
+    c.reported(node_state("n1", 1000.0 + REPORTED_S, phase=BOTH))
     assert sent(c)["n1"] == [Prefill("own", 10, 0)] and bound(c)["n1"] == {"own-d": 70}
     clock.t += 10
     assert c.nodes["n1"].foreign == {}
@@ -85,16 +67,16 @@ def test_what_was_placed_since_stays_after_a_report():
     c, _ = router_view(node_info("n1"))
     for i in range(5):
         c.placed(BranchPlaced("b", "n1", D, 1000.0 + i, f"r{i}", i))
-    c.reported(state("n1", 1003.5, phase=BOTH))
+    c.reported(node_state("n1", 1003.5, phase=BOTH))
     assert bound(c)["n1"] == {"r3": 3, "r4": 4}
 
 
 def test_a_report_is_as_late_as_the_clusters_speed_says():
     c, _ = router_view(node_info("n1"), speedup=20.0)
     c.placed(BranchPlaced("b", "n1", D, 20_000.0, "r", 5))
-    c.reported(state("n1", 20_000.0 + 19 * REPORTED_S, phase=BOTH))
+    c.reported(node_state("n1", 20_000.0 + 19 * REPORTED_S, phase=BOTH))
     assert bound(c)["n1"] == {"r": 5}
-    c.reported(state("n1", 20_000.0 + 20 * REPORTED_S, phase=BOTH))
+    c.reported(node_state("n1", 20_000.0 + 20 * REPORTED_S, phase=BOTH))
     assert bound(c)["n1"] == {}
 
 
@@ -144,20 +126,20 @@ def test_doubtful_nodes_are_silent_suspect_or_on_trial():
     assert doubtful() == []
     clock.t += 0.1
     assert doubtful() == ["n1", "n2", "n3"]
-    c.reported(state("n1", clock.now(), phase=BOTH))
+    c.reported(node_state("n1", clock.now(), phase=BOTH))
     c.answered("n2")
     assert doubtful() == ["n3"]
-    c.reported(state("n3", clock.now(), phase=BOTH))
+    c.reported(node_state("n3", clock.now(), phase=BOTH))
     c.failed("n1")  # it reports, and does not answer
     assert doubtful() == ["n1"]
     c.answered("n1")
     for _ in range(FAILURES):
         c.failed("n1")
     assert doubtful() == []  # down: it is left alone for a while
-    c.reported(state("n1", clock.now(), phase=BOTH))
+    c.reported(node_state("n1", clock.now(), phase=BOTH))
     assert doubtful() == ["n1"] and c.nodes["n1"].breaker.fitness is Fitness.TRIAL
     clock.t += 1.9
-    c.reported(state("n3", 1.0, phase=BOTH))  # older than what is known: not news
+    c.reported(node_state("n3", 1.0, phase=BOTH))  # older than what is known: not news
     clock.t += 0.2
     assert doubtful() == ["n1", "n2", "n3"]
     c.registered({"n4": node_info("n4")})
@@ -187,7 +169,7 @@ def test_a_node_that_answers_no_call_goes_down_though_it_reports():
     for _ in range(2 * FAILURES):
         clock.t += 0.1
         went |= c.failed("n1")
-        c.reported(state("n1", clock.now(), phase=BOTH))
+        c.reported(node_state("n1", clock.now(), phase=BOTH))
         assert set(sent(c)) == {"n2"}
     assert went
 
