@@ -13,7 +13,6 @@ Exit codes: 0 all well, warnings or not; 2 it could not be done, said in one lin
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, NamedTuple
 
@@ -22,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtest.files import whole_file
+from loadtest.outcome import carried_out
 from loadtest.profiles import load_profile, read_file
 from loadtest.report import percent
 from services.planner import fitting
-from shared.config import ConfigError, Doc, load
+from shared.config import Doc, load
 from shared.messages import Iteration, Phase
 from shared.timing import PROFILES, Profile, fit_decode, fit_prefill, query_key_pairs
 
@@ -248,29 +248,26 @@ def print_fits(node: Profile, fits: Sequence[PhaseFit]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """`evolving fit RECORDS.jsonl ...`"""
-    try:
-        settings = load(
-            FitSettings, "fit", argv, positional=("records",),
-            summary="Fit a timing profile to measured iterations (Equations 1 and 2) and say what they tell.",
-        )  # fmt: skip
-        node = msgspec.structs.replace(load_profile(settings.profile), name=settings.name)
-        if settings.records:
-            records = read_records(settings.records)
-            try:
-                node, fits = calibrate(records, node)
-            except ValueError as error:
-                raise ValueError(f"{settings.records}: {error}") from None
-            print_fits(node, fits)
-        if settings.out:
+    return carried_out(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> None:
+    settings = load(
+        FitSettings, "fit", argv, positional=("records",),
+        summary="Fit a timing profile to measured iterations (Equations 1 and 2) and say what they tell.",
+    )  # fmt: skip
+    node = msgspec.structs.replace(load_profile(settings.profile), name=settings.name)
+    if settings.records:
+        records = read_records(settings.records)
+        try:
+            node, fits = calibrate(records, node)
+        except ValueError as error:
+            raise ValueError(f"{settings.records}: {error}") from None
+        print_fits(node, fits)
+    if settings.out:
+        try:
             with whole_file(settings.out) as file:
                 file.write(msgspec.json.format(msgspec.json.encode(node), indent=2) + b"\n")
-            print(f"profile {settings.name} written to {settings.out}")
-    except (ConfigError, ValueError) as error:
-        print(f"evolving: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"evolving: {settings.out}: cannot be written: {error.strerror or error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        except OSError as error:
+            raise ValueError(f"{settings.out}: cannot be written: {error.strerror or error}") from None
+        print(f"profile {settings.name} written to {settings.out}")

@@ -6,7 +6,6 @@ Exit codes: 0 all well; 2 it could not be done, said in one line; 130 interrupte
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -15,12 +14,12 @@ import msgspec
 from rich.console import Console
 
 from loadtest.command import installed_version
+from loadtest.outcome import carried_out
 from loadtest.profiles import load_profile
 from loadtest.reproduce.experiments import EXPERIMENTS
 from loadtest.reproduce.plots import draw
 from loadtest.reproduce.runner import Plan, carry_out, table
-from loadtest.traces import TraceError
-from shared.config import ConfigError, Doc, load
+from shared.config import Doc, load
 
 NAMES = ", ".join(EXPERIMENTS)
 
@@ -50,31 +49,25 @@ class ReproduceSettings(msgspec.Struct, kw_only=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        settings = load(
-            ReproduceSettings,
-            "reproduce",
-            argv,
-            positional=("name",),
-            summary="Reproduce the paper's tables and figures in simulation, beside its own figures.",
-        )
-        plan = Plan(
-            trace=settings.trace, node=load_profile(settings.profile), page_size=settings.page_size,
-            warmup_s=300.0 if settings.quick else 1800.0, measure_s=600.0 if settings.quick else 3600.0,
-            seeds=settings.seeds, jobs=settings.jobs or len(os.sched_getaffinity(0)),
-        )  # fmt: skip
-        folder = Path(settings.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        _reproduce(settings, plan, folder, Console())
-    except (ConfigError, TraceError, ValueError) as error:
-        print(f"evolving: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"evolving: {error.filename or settings.out}: {error.strerror or error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return carried_out(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> None:
+    settings = load(
+        ReproduceSettings,
+        "reproduce",
+        argv,
+        positional=("name",),
+        summary="Reproduce the paper's tables and figures in simulation, beside its own figures.",
+    )
+    plan = Plan(
+        trace=settings.trace, node=load_profile(settings.profile), page_size=settings.page_size,
+        warmup_s=300.0 if settings.quick else 1800.0, measure_s=600.0 if settings.quick else 3600.0,
+        seeds=settings.seeds, jobs=settings.jobs or len(os.sched_getaffinity(0)),
+    )  # fmt: skip
+    folder = Path(settings.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    _reproduce(settings, plan, folder, Console())
 
 
 def _reproduce(settings: ReproduceSettings, plan: Plan, folder: Path, console: Console) -> None:

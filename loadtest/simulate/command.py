@@ -6,7 +6,6 @@ Exit codes: 0 all well; 2 it could not be done, said in one line; 130 interrupte
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,6 +17,7 @@ from rich.progress import Progress as Bar
 
 from loadtest.command import installed_version, trace_path
 from loadtest.formats import read_trace
+from loadtest.outcome import carried_out
 from loadtest.profiles import load_profile
 from loadtest.report import (
     Report,
@@ -41,11 +41,11 @@ from loadtest.simulate.run import (
     System,
     repeated,
 )
-from loadtest.traces import InnerT, Session, TraceError
+from loadtest.traces import InnerT, Session
 from loadtest.workloads.agents import WORKLOADS, Agents
 from loadtest.workloads.arrivals import DayRhythm, arrivals
-from loadtest.workloads.composition import CompositionError, parse_composition
-from shared.config import ConfigError, Doc, load
+from loadtest.workloads.composition import parse_composition
+from shared.config import Doc, load
 from shared.split import parse_split
 from shared.timing import Profile
 from worker.kv.eviction import Eviction
@@ -129,40 +129,34 @@ class SimulateSettings(msgspec.Struct, kw_only=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        settings = load(
-            SimulateSettings,
-            "simulate",
-            argv,
-            positional=("trace",),
-            summary="Run a trace or workload on a simulated cluster, with this system's decisions or a baseline's.",
-        )
-        if settings.report:
-            check_writable(settings.report)
-        simulation, kind, sessions = build(settings)
-        console = Console()
-        result = _run(simulation, console)
-        report = report_of(settings, simulation, result, kind, sessions)
-        print_report(report, console, title="Simulation")
-        wrong = result.mispredicted
-        console.print(
-            f"{result.requests / result.wall_s:,.0f} simulated requests/s; queue before prefill"
-            f" {seconds(spread(result.queue_s).mean)} in the mean"
-            + (f"; {percent(wrong)} of the predicted TTFTs off by more than 20 % + 50 ms" if wrong is not None else ""),
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
-        if settings.report:
-            write_report(settings.report, report)
-            console.print(f"report written to {settings.report}", soft_wrap=True, highlight=False)
-    except (ConfigError, TraceError, CompositionError, ValueError) as error:
-        print(f"evolving: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"evolving: {error.filename or settings.report}: {error.strerror or error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return carried_out(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str]) -> None:
+    settings = load(
+        SimulateSettings,
+        "simulate",
+        argv,
+        positional=("trace",),
+        summary="Run a trace or workload on a simulated cluster, with this system's decisions or a baseline's.",
+    )
+    if settings.report:
+        check_writable(settings.report)
+    simulation, kind, sessions = build(settings)
+    console = Console()
+    result = _run(simulation, console)
+    report = report_of(settings, simulation, result, kind, sessions)
+    print_report(report, console, title="Simulation")
+    wrong = result.mispredicted
+    console.print(
+        f"{result.requests / result.wall_s:,.0f} simulated requests/s; queue before prefill"
+        f" {seconds(spread(result.queue_s).mean)} in the mean"
+        + (f"; {percent(wrong)} of the predicted TTFTs off by more than 20 % + 50 ms" if wrong is not None else ""),
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    if settings.report:
+        write_report(settings.report, report)
+        console.print(f"report written to {settings.report}", soft_wrap=True, highlight=False)
 
 
 def build(settings: SimulateSettings) -> tuple[Simulation, str, int]:
