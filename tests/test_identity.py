@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import time
 
 import msgspec
@@ -11,13 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.router.branches import Branches, common_pages
-from services.router.claims import Hints, RequestKind
+from services.router.claims import Hints
 from services.router.identity import OBSERVED_BUSY_S, Identifier, Identity
 from shared.messages import BranchRequest, pack_pages, unpack_pages
-from shared.openai import ApiError
 from shared.pages import page_hashes
 
 UUID = "0f3c2a9e-1b2c-4d5e-8f90-a1b2c3d4e5f6"
@@ -40,6 +37,10 @@ def chain(*parts: str) -> np.ndarray:
 
 def said(**fields: object) -> Hints:
     return msgspec.json.decode(msgspec.json.encode(fields), type=Hints)
+
+
+CC = {"x-claude-code-session-id": "S"}
+OC = {"user-agent": "opencode/1.2", "x-session-id": "S"}
 
 
 class Client:
@@ -67,187 +68,6 @@ def identify(
 ) -> Identity:
     pages = chain("x*50") if pages is None else pages
     return Identifier("auto-").identify(headers, hints or Hints(), pages, 0.0)
-
-
-# ------------------------------------------------------------------------------- the rows
-
-
-CC = {"x-claude-code-session-id": "S"}
-OC = {"user-agent": "opencode/1.2", "x-session-id": "S"}
-ROWS = [
-    # headers, body, branch, parent, source
-    ({"x-ei-branch": " a/1 ", "x-ei-parent-branch": "a"}, {}, "a/1", "a", "ei"),
-    ({"x-ei-branch": "a", "x-dynamo-session-id": "d"} | CC, {}, "a", None, "ei"),
-    ({"x-dynamo-session-id": "d"} | CC, {}, "dynamo:d", None, "dynamo"),
-    ({"x-dynamo-session-id": "d", "x-dynamo-parent-session-id": "p"}, {}, "dynamo:d", "dynamo:p", "dynamo"),
-    ({}, {"nvext": {"agent_context": {"session_id": "d"}}}, "dynamo:d", None, "dynamo"),
-    (
-        {},
-        {"nvext": {"agent_context": {"session_id": "d", "parent_session_id": "p"}}},
-        "dynamo:d",
-        "dynamo:p",
-        "dynamo",
-    ),
-    (
-        {"x-session-id": "g"},
-        {"nvext": {"agent_context": {"session_id": "d", "trajectory_id": "t", "parent_trajectory_id": "u"}}},
-        "dynamo:t",
-        "dynamo:u",
-        "dynamo",
-    ),
-    (CC, {}, "claude:S", None, "claude"),
-    (CC | {"x-claude-code-agent-id": "A"}, {}, "claude:S/A", "claude:S", "claude"),
-    (
-        CC | {"x-claude-code-agent-id": "A", "x-claude-code-parent-agent-id": "B"},
-        {},
-        "claude:S/A",
-        "claude:S/B",
-        "claude",
-    ),
-    ({}, {"metadata": {"user_id": f"user_ab_account__session_{UUID}"}}, f"claude:{UUID}", None, "claude"),
-    (
-        {},
-        {"metadata": {"user_id": f'{{"device_id": "d", "session_id": "{UUID}"}}'}},
-        f"claude:{UUID}",
-        None,
-        "claude",
-    ),
-    (
-        {"x-claude-code-agent-id": "A"},
-        {"metadata": {"user_id": f"user_a_session_{UUID}"}},
-        f"claude:{UUID}/A",
-        f"claude:{UUID}",
-        "claude",
-    ),
-    ({"x-claude-code-agent-id": "A"}, {}, "auto-1", None, "path"),
-    ({"thread-id": "T", "session-id": "R"}, {"prompt_cache_key": "R"}, "codex:T", None, "codex"),
-    ({"thread-id": "T", "x-codex-parent-thread-id": "P"}, {}, "codex:T", "codex:P", "codex"),
-    ({"thread-id": "T", "session-id": "R", "x-openai-subagent": "review"}, {}, "codex:T", "codex:R", "codex"),
-    ({"x-codex-turn-metadata": '{"thread_id": "T", "session_id": "R"}'}, {}, "codex:T", None, "codex"),
-    ({"x-session-affinity": "S"}, {}, "session:S", None, "opencode"),
-    ({"x-session-id": "S", "x-parent-session-id": "P"}, {}, "session:S", "session:P", "opencode"),
-    (OC, {}, "session:S", None, "opencode"),
-    ({"x-smg-routing-key": "K", "x-session-id": "S"}, {}, "route:K", None, "routing_key"),
-    ({"x-session-id": "S", "x-correlation-id": "C"}, {}, "session:S", None, "session"),
-    ({"x-correlation-id": "C"}, {"program_id": "P"}, "program:P", None, "program"),
-    ({}, {"program_id": 17}, "program:17", None, "program"),
-    ({}, {"conversation": "c1"}, "conversation:c1", None, "conversation"),
-    ({}, {"conversation": {"id": "c1"}}, "conversation:c1", None, "conversation"),
-    ({}, {"session_id": "S", "prompt_cache_key": "K"}, "session:S", None, "body_session"),
-    ({"x-correlation-id": "C"}, {"prompt_cache_key": "K"}, "cache:K", None, "cache_key"),
-    ({"x-correlation-id": "C"}, {}, "correlation:C", None, "correlation"),
-    ({}, {"previous_response_id": "resp_1"}, "auto-1", None, "path"),
-    ({}, {}, "auto-1", None, "path"),
-]
-
-
-@pytest.mark.parametrize(("headers", "body", "branch", "parent", "source"), ROWS)
-def test_the_first_row_that_a_request_fills_names_its_branch(headers, body, branch, parent, source):
-    found = identify(headers, said(**body))
-    assert (found.branch, found.parent, found.source) == (branch, parent, source)
-    assert found.tagged == (source != "path") and not found.final
-
-
-@pytest.mark.parametrize(
-    ("headers", "branch", "parent", "kind"),
-    [
-        ({"x-codex-turn-metadata": '{"request_kind": "turn"}'}, "codex:T", None, "turn"),
-        ({"x-codex-turn-metadata": '{"request_kind": "prewarm"}'}, "codex:T", None, "prewarm"),
-        ({"x-codex-turn-metadata": '{"request_kind": "compaction"}'}, "codex:T", None, "compaction"),
-        ({"x-codex-turn-metadata": '{"request_kind": "memory"}'}, "codex:T/memory", "codex:T", "memory"),
-        ({"x-openai-subagent": "compact"}, "codex:T", None, "compaction"),
-        ({"x-openai-subagent": "memory_consolidation"}, "codex:T/memory", "codex:T", "memory"),
-        ({"x-codex-turn-metadata": '{"request_kind": ["turn"]}'}, "codex:T", None, "turn"),
-        ({"x-codex-turn-metadata": "{"}, "codex:T", None, "turn"),
-        ({"x-codex-turn-metadata": "[" * 50_000}, "codex:T", None, "turn"),
-        ({"x-codex-turn-metadata": '{"request_kind": "else"}'}, "codex:T", None, "turn"),
-    ],
-)
-def test_what_codex_says_of_its_turns(headers, branch, parent, kind):
-    found = identify({"thread-id": "T"} | headers)
-    assert (found.branch, found.parent, found.kind) == (branch, parent, RequestKind(kind))
-
-
-def test_a_client_that_says_so_ends_its_branch():
-    assert identify({"x-ei-branch": "a", "x-ei-branch-final": "TRUE"}).final
-    assert identify({"x-ei-branch-final": "1"}).final
-    assert identify({"x-dynamo-session-id": "d", "x-dynamo-session-final": "true"}).final
-    assert identify({}, said(nvext={"agent_context": {"session_id": "d", "session_final": True}})).final
-    assert not identify({"x-dynamo-session-id": "d", "x-dynamo-session-final": "false"}).final
-
-
-@pytest.mark.parametrize("last", [(), ("bye",), ("sys*40", "bye")])
-def test_a_last_request_ends_the_main_branch_however_small_it_is(last):
-    client = Client(headers=CC)
-    assert client.ask("sys*40", "a*40") == "claude:S"
-    assert client.ask(*last, x_dynamo_session_final="true") == "claude:S"
-
-
-@pytest.mark.parametrize("bad", ["", " ", "x" * 257, "a\nb", "\x00"])
-@pytest.mark.parametrize("name", ["x-ei-branch", "x-ei-parent-branch"])
-def test_bad_ids_in_our_own_headers_are_refused(name, bad):
-    if name == "x-ei-parent-branch" and not bad:
-        return
-    with pytest.raises(ApiError) as caught:
-        identify({"x-ei-branch": "a"} | {name: bad})
-    assert caught.value.status == 400
-
-
-THEIRS = [
-    "x-dynamo-session-id", "x-dynamo-parent-session-id", "x-claude-code-session-id", "x-claude-code-agent-id",
-    "x-claude-code-parent-agent-id", "thread-id", "session-id", "x-codex-parent-thread-id", "x-openai-subagent",
-    "x-codex-turn-metadata", "x-session-affinity", "x-session-id", "x-parent-session-id", "x-smg-routing-key",
-    "x-correlation-id", "user-agent", "x-dynamo-session-final",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("bad", ["", " ", "x" * 101, "/" * 40, "a\nb", "\x00", "\ud800"])
-@pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith("x-") or name == "thread-id"])
-def test_bad_ids_in_other_headers_are_passed_over(name, bad):
-    found = identify({name: bad}, said(prompt_cache_key="K"))
-    assert (found.branch, found.source) == ("cache:K", "cache_key")
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["user_id", "session_id", "agent_context", "trajectory_id", "id"]),
-            inner,
-            max_size=3,
-        )
-    ),
-    max_leaves=6,
-)
-
-
-@settings(deadline=None)
-@given(
-    st.dictionaries(st.sampled_from(THEIRS), st.text(max_size=12), max_size=6),
-    st.dictionaries(st.sampled_from(Hints.__struct_fields__), json_values, max_size=4),
-)
-def test_no_value_of_another_harness_fails_a_request(headers, fields):
-    found = identify(headers, said(**fields))
-    assert 0 < len(found.branch) <= 256 and found.branch.isprintable()
-
-
-def test_ids_of_two_harnesses_do_not_meet():
-    ids = [
-        identify({"x-ei-branch": "1"}),
-        identify({"x-dynamo-session-id": "1"}),
-        identify({"x-claude-code-session-id": "1"}),
-        identify({"thread-id": "1"}),
-        identify({"x-session-id": "1"}),
-        identify({"x-smg-routing-key": "1"}),
-        identify({"x-correlation-id": "1"}),
-        identify({}, said(program_id="1")),
-        identify({}, said(prompt_cache_key="1")),
-        identify({}, said(conversation="1")),
-        identify({}),
-    ]
-    assert len({found.branch for found in ids}) == len(ids)
-    assert identify({"x-session-id": "a/b~c"}).branch == "session:a%2Fb%7Ec"
 
 
 # ------------------------------------------------------------------------------- untagged clients
@@ -671,173 +491,6 @@ def test_long_paths_and_many_branches_cost_little():
         costs.append(time.perf_counter() - begun)
         who.done(branch, 1.0)
     assert sorted(costs)[len(costs) // 2] < 0.005
-
-
-# ------------------------------------------------------------------------------- interleaved agents
-
-
-class Agents(RuleBasedStateMachine):
-    """Agents of all kinds, interleaved; each appends, retries and forks. The machine knows who is who."""
-
-    @initialize(routers=st.integers(1, 2))
-    def start(self, routers: int) -> None:
-        self.who = [Identifier(f"auto-{i}-", limit=1000) for i in range(routers)]
-        self.agents: list[dict] = []
-        self.owners: dict[str, int] = {}  # branch -> agent
-        self.made = itertools.count()
-        self.now = 0.0
-
-    def add(self, headers: dict[str, str], session: object, *parts: str, exact: bool = False) -> None:
-        self.agents.append(
-            {"headers": headers, "session": session, "parts": list(parts), "branch": None, "exact": exact}
-        )  # fmt: skip
-        self.ask(len(self.agents) - 1, 0)
-
-    def ask(self, index: int, router: int, finish: bool = True) -> None:
-        agent = self.agents[index]
-        self.now += 20.0
-        who = self.who[router % len(self.who)]
-        pages = chain(*agent["parts"])
-        found = who.identify(agent["headers"], Hints(), pages, self.now)
-        for other in self.who:
-            if other is not who:
-                other.observe(found.branch, pages, self.now)
-        if agent["branch"] is None:
-            agent["branch"] = found.branch
-            assert found.branch not in self.owners, "two agents were merged"
-            self.owners[found.branch] = index
-        assert found.branch == agent["branch"], "an agent lost its branch"
-        who.done(found.branch, self.now)
-
-    @rule(kind=st.sampled_from(["none", "session", "claude", "agent", "codex"]), system=st.integers(0, 1))
-    def new_conversation(self, kind: str, system: int) -> None:
-        n = next(self.made)
-        headers = {
-            "none": {},
-            "session": {"x-session-id": f"s{n}"},
-            "claude": {"x-claude-code-session-id": f"s{n}"},
-            "agent": {"x-claude-code-session-id": f"s{n}", "x-claude-code-agent-id": "A"},
-            "codex": {"thread-id": f"s{n}", "session-id": "root"},
-        }[kind]
-        self.add(headers, None if kind == "none" else n, f"sys{system}*40", f"task {n}*3")
-
-    @precondition(lambda self: self.agents)
-    @rule(data=st.data(), shares=st.booleans())
-    def sub_agent(self, data: st.DataObject, shares: bool) -> None:
-        """Under its parent's session id, or without any: siblings share a system prompt, some with the parent."""
-        parent = data.draw(st.sampled_from(self.agents))
-        claude = "x-claude-code-session-id" in parent["headers"]
-        if (
-            parent["exact"]
-            or "thread-id" in parent["headers"]
-            or "x-claude-code-agent-id" in parent["headers"]
-        ):
-            return
-        system = parent["parts"][0] if shares and not claude else "sub sys*12"
-        self.add(parent["headers"], parent["session"], system, f"sub task {next(self.made)}*2")
-
-    @precondition(lambda self: self.agents)
-    @rule(data=st.data(), pages=st.integers(1, 90), router=st.integers(0, 1))
-    def step(self, data: st.DataObject, pages: int, router: int) -> None:
-        index = data.draw(st.integers(0, len(self.agents) - 1))
-        self.agents[index]["parts"].append(f"step {next(self.made)}*{pages}")
-        self.ask(index, router)
-
-    @precondition(lambda self: self.agents)
-    @rule(data=st.data(), router=st.integers(0, 1))
-    def retry(self, data: st.DataObject, router: int) -> None:
-        self.ask(data.draw(st.integers(0, len(self.agents) - 1)), router)
-
-    @precondition(lambda self: self.agents)
-    @rule(data=st.data(), samples=st.integers(1, 3))
-    def parallel_samples(self, data: st.DataObject, samples: int) -> None:
-        """While a step is in flight, others of the same prompt come, and are never heard of again."""
-        index = data.draw(st.integers(0, len(self.agents) - 1))
-        agent = self.agents[index]
-        if agent["headers"].keys() & {"x-claude-code-agent-id", "thread-id"}:
-            return
-        agent["parts"].append(f"step {next(self.made)}*3")
-        pages, who = chain(*agent["parts"]), self.who[0]
-        self.now += 20.0
-        begun = [who.identify(agent["headers"], Hints(), pages, self.now).branch for _ in range(samples + 1)]
-        assert begun[0] == agent["branch"] and len(set(begun)) == samples + 1
-        assert not self.owners.keys() & set(begun[1:])
-        for branch in begun:
-            who.done(branch, self.now)
-        for branch in begun[1:]:
-            self.who[0].end(branch)
-        for other in self.who[1:]:
-            other.observe(begun[0], pages, self.now)
-
-    @precondition(lambda self: any(len(agent["parts"]) > 3 for agent in self.agents))
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        """An untagged copy of a conversation goes another way, from before its last step's prompt."""
-        parent = data.draw(st.sampled_from([a for a in self.agents if len(a["parts"]) > 3]))
-        if parent["headers"]:
-            return
-        keep = data.draw(st.integers(2, len(parent["parts"]) - 2))
-        self.add({}, None, *parent["parts"][:keep], f"fork {next(self.made)}*2")
-
-    @precondition(lambda self: self.agents)
-    @rule(data=st.data(), size=st.integers(60, 120))
-    def compaction(self, data: st.DataObject, size: int) -> None:
-        """Of a Claude Code session's main agent: the system prompt and a summary."""
-        found = [
-            i
-            for i, a in enumerate(self.agents)
-            if a["branch"].startswith("claude:") and "~" not in a["branch"]
-        ]
-        if not found:
-            return
-        index = data.draw(st.sampled_from(found))
-        agent = self.agents[index]
-        agent["parts"] = [agent["parts"][0], f"summary {next(self.made)}*{size}"]
-        self.ask(index, 0)
-
-    @invariant()
-    def books_agree(self) -> None:
-        for who in getattr(self, "who", ()):
-            assert who._pages == sum(known.path.size for known in who._known.values())
-            assert sum(len(found) for found in who._sessions.values()) == len(who._known)
-            assert len(who._ends) <= 3 * len(who._known) and len(who._firsts) <= len(who._known)
-            assert all(known.in_flight == 0 for known in who._known.values())
-            for marks in (who._ends, who._firsts):
-                assert all(marks._filter[key & marks._mask] for key in marks._by_key)
-                for key, marked in marks._by_key.items():
-                    for name, known in marked.items():
-                        assert who._known.get(name) is known
-                        ends, first = who._keys(known)
-                        assert key in ends or key == first
-
-
-TestAgents = Agents.TestCase
-TestAgents.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_agents_that_only_append_keep_their_branches_under_load(seed):
-    """Many agents over few system prompts, some in one session, with requests in flight at the same time."""
-    rng, who = random.Random(seed), Identifier("auto-", limit=2000)
-    agents = [
-        {"headers": {} if i % 3 else {"x-session-id": f"s{i % 4}"}, "parts": [f"sys{i % 2}*20", f"task {i}"]}
-        for i in range(60)
-    ]
-    flying: dict[int, str] = {}
-    for t in range(1500):
-        index = rng.randrange(len(agents))
-        if index in flying:
-            who.done(flying.pop(index), float(t))
-            continue
-        agent = agents[index]
-        if "branch" in agent:
-            agent["parts"].append(f"step {t}*{rng.randint(1, 9)}")
-        branch = who.identify(agent["headers"], Hints(), chain(*agent["parts"]), float(t)).branch
-        assert agent.setdefault("branch", branch) == branch
-        flying[index] = branch
-    seen = [agent["branch"] for agent in agents if "branch" in agent]
-    assert len(set(seen)) == len(seen)
-    assert len(who._known) == len(seen)
 
 
 # ------------------------------------------------------------------------------- what the directory is told
